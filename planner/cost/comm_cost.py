@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ...profiler.machine.cluster import Group, Link
 from .elementwise import Values, choose, least, most, root
 from .kernels import ExchangeRates, RingRates
@@ -141,21 +144,21 @@ RINGS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter
 """Collectives whose seconds are linear in bytes and in their root, but for latency."""
 
 
-def seconds_at_places(traffic: Sequence[tuple[CollectiveKind, float]], places: Sequence[GroupLinks]) -> list[float]:
-    """[place] -> seconds of these collectives, each (kind, bytes): the bytes of all rings of a kind at once."""
-    sums: dict[CollectiveKind, tuple[float, float, int]] = {}
-    for kind, num_bytes in traffic:
-        if num_bytes:
-            total, roots, calls = sums.get(kind, (0.0, 0.0, 0))
-            sums[kind] = total + num_bytes, roots + root(num_bytes), calls + 1
-    found = []
-    for links in places:
-        seconds = sum(collective_s(kind, size, links) for kind, size in traffic if kind not in RINGS)
-        for kind in RINGS:
-            if kind in sums:
-                times, (total, roots, calls) = ring_rates(kind, links), sums[kind]
-                seconds += total * times.per_byte_s + roots * times.per_root_s + calls * times.latency_s
-        found.append(seconds)
+def seconds_at_places(
+    traffic: Sequence[tuple[CollectiveKind, NDArray[np.float64]]], places: Sequence[GroupLinks], count: int
+) -> NDArray[np.float64]:
+    """[place][size] -> seconds of these collectives, each (kind, [size] -> bytes): the bytes of all rings of a kind at
+    once. count: of sizes."""
+    found = np.zeros((len(places), count))
+    for kind in dict.fromkeys(kind for kind, _ in traffic):
+        each = np.array([num_bytes for other, num_bytes in traffic if other == kind])
+        total, roots, calls = each.sum(axis=0), np.sqrt(each).sum(axis=0), (each > 0.0).sum(axis=0)
+        for place, links in enumerate(places):
+            if kind in RINGS:
+                times = ring_rates(kind, links)
+                found[place] += total * times.per_byte_s + roots * times.per_root_s + calls * times.latency_s
+            elif links.group.size > 1:
+                found[place] += np.where(each > 0.0, collective_seconds(kind, each, links), 0.0).sum(axis=0)
     return found
 
 

@@ -147,26 +147,31 @@ def _passes_s(model: CostModel, kind: Kind, shape: Shape, samples: Sequence[floa
     """[samples] -> (seconds, those of its forward without tensor traffic, tokens sent in the forward, what is exchanged
     beside the backward) of a layer at least, with tensor and expert ranks where their traffic takes least. That need
     not be one host: two may mean fewer hops, and the links of both. Bytes grow in a straight line with the samples, so
-    traffic is priced at two numbers of them. computed: [pass][samples]."""
+    they are counted at two numbers of them. computed: [pass][samples]."""
     forward, backward = computed
     most = max(2, math.ceil(max(samples)))
     share = (np.array(samples) - 1) / (most - 1)
-    at_one, at_most = (_traffic_s(model, kind, replace(shape, micro_batch=n, context=1)) for n in (1, most))
-    tensor_s, sent_s = (
-        np.min(one[:, None] + (largest - one)[:, None] * share, axis=0)
-        for one, largest in zip(at_one, at_most, strict=True)
-    )
+    at_one, at_most = (replace(shape, micro_batch=n, context=1) for n in (1, most))
+    tensor_s = _tensor_s(model, kind, at_one, at_most, share).min(axis=0)
+    one, largest = (_sent_s(model, kind, each)[:, None] for each in (at_one, at_most))
+    sent_s = (one + (largest - one) * share).min(axis=0)
     each = model.compute_of_each(kind, shape, samples)
     expert_s = 2 * model.exposed_dispatch_s(sent_s, np.array([each[n].forward for n in samples]))
     beside_s = tensor_s + expert_s
     return np.stack([forward + backward + expert_s + beside_s, forward + expert_s, expert_s, beside_s], axis=1)
 
 
-def _traffic_s(model: CostModel, kind: Kind, shape: Shape) -> tuple[Floats, Floats]:
-    """([place of tensor ranks] -> seconds of their traffic for one micro-batch that no compute hides, [place of expert
-    ranks] -> seconds of sending tokens once)."""
-    places = [model.links(shape.tensor, stride) for stride in model.places(shape.tensor)]
-    traffic = [(item.kind, item.bytes) for _, _, item in model.tensor_traffic(kind, shape)]
+def _tensor_s(model: CostModel, kind: Kind, at_one: Shape, at_most: Shape, share: Floats) -> Floats:
+    """[place of tensor ranks][samples] -> seconds of their traffic for one micro-batch that no compute hides. share:
+    [samples] -> how far their bytes are from those of one shape to those of the other."""
+    places = [model.links(at_one.tensor, stride) for stride in model.places(at_one.tensor)]
+    pairs = zip(model.tensor_traffic(kind, at_one), model.tensor_traffic(kind, at_most), strict=True)
+    traffic = [(one.kind, one.bytes + (most.bytes - one.bytes) * share) for (*_, one), (*_, most) in pairs]
     shown = np.array([1.0 - model.hidden_tensor(links) for links in places])
-    sent_s = [model.dispatch_of(kind, shape, stride)[0] for stride in model.places(shape.expert)]
-    return shown * np.array(seconds_at_places(traffic, places)), np.array(sent_s)
+    found: Floats = shown[:, None] * seconds_at_places(traffic, places, len(share))
+    return found
+
+
+def _sent_s(model: CostModel, kind: Kind, shape: Shape) -> Floats:
+    """[place of expert ranks] -> seconds of sending tokens once."""
+    return np.array([model.dispatch_of(kind, shape, stride)[0] for stride in model.places(shape.expert)])
