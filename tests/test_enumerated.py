@@ -1,6 +1,7 @@
 """All cuts and options of short chains: the best of them is found, and what no plan is said to beat none does."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ def test_the_best_options_of_given_cuts_are_those_of_all_plans(schedule: Schedul
     for shape in {shape for shape, _ in expected}:
         prices = explorer.priced(shape, "none" if shape.schedule in ZERO_BUBBLE else None)
         known, places, whole = Known(prices), explorer.chain.places, []
-        options = Enumerated(known, math.inf)
+        options, nearest = Enumerated(known, math.inf), 0.0
         for cuts in all_cuts(len(places) - 2, shape.pipeline * shape.virtual_stages):
             least_s = expected[shape, tuple(places[number] for number in cuts)]
             best, best_s = options.best(cuts, math.inf)
@@ -64,8 +65,18 @@ def test_the_best_options_of_given_cuts_are_those_of_all_plans(schedule: Schedul
             whole.append(least_s)
             if best is not None:
                 assert options.best(cuts, best.seconds) == (None, best.seconds)
+                assert options.best(cuts, best.seconds * 1.001) == (best, best_s)
                 heuristic = known.fastest(cuts, math.inf)
                 assert heuristic is None or heuristic.seconds >= least_s * (1 - 1e-9)
+            compositions = [int(explorer.chain.composition_of[a, b]) for a, b in pairwise(cuts)]
+            for stages in known.stages_of:
+                held = known.held(stages, compositions)
+                rank = options._rank(held)
+                assert rank is not None
+                fits_s = rank.seconds.sum(axis=(1, 2)).min(initial=math.inf)
+                assert known.least_busy_s(held) <= fits_s * (1 + 1e-9)
+                nearest = max(nearest, known.least_busy_s(held) / fits_s if math.isfinite(fits_s) else 0.0)
+        assert nearest > 0.9 or math.isinf(min(whole))
         best, best_s = best_of_all(prices, math.inf, math.inf)
         assert best_s == pytest.approx(min(whole), rel=1e-9)
 

@@ -1,5 +1,6 @@
 """What the host takes to issue kernels: hidden where the device computes longer, and told where it does not."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,13 @@ from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.cost.host_cost import AUTOCAST_TRAFFIC, FORWARD, RECOMPUTED, SHARDED_UNIT
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.schedules import Schedule
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
+from meshwright.planner.solve.explore import Explorer
+from meshwright.planner.solve.shape_bounds import ShapeBounds
+from meshwright.planner.solve.space import Space
 from meshwright.profiler.machine.cluster import load_device
 from meshwright.profiler.model.model_profile import Bytes, ModelProfile, OpProfile
 from support.synthetic import cluster, costs, device, layer_class, profile
@@ -108,19 +114,20 @@ def test_recompute_waits_for_the_host_only_where_the_host_is_not_ahead() -> None
     training = TrainingSpec(global_batch=8, seq_len=64)
     hooks_s = (1 + RECOMPUTED) * DISPATCH
 
-    def again(flops: float, shape: Shape = spread(2)) -> tuple[float, float, float]:
+    def again(flops: float, shape: Shape) -> tuple[float, float, float]:
         """(Computed, in all, in all at least) seconds of a recompute."""
         model = CostModel(model_of(flops), cluster(on=HOST, per_host=4), training)
         found = model.compute(model.kinds[0], shape).again("full")
         return found.device_s, *(f(model.kinds[0], shape, "full") for f in (model.again_s, model.least_again_s))
 
-    computed_s, again_s, _ = again(TINY)
-    assert again_s == pytest.approx(hooks_s) and computed_s < 1e-3 * again_s
-    computed_s, again_s, least_s = again(LARGE)
+    computed_s, again_s, _ = again(TINY, spread(2))
+    assert again_s == pytest.approx(hooks_s)
+    assert computed_s < 1e-3 * again_s
+    computed_s, again_s, least_s = again(LARGE, spread(2))
     assert again_s == least_s == computed_s > hooks_s
 
     slightly = 9e10  # passes of 11 ms, which take the host 10 ms to issue
-    computed_s, again_s, least_s = again(slightly)
+    computed_s, again_s, least_s = again(slightly, spread(2))
     assert computed_s < again_s < hooks_s
     assert least_s <= again_s
     assert again(slightly, spread(1))[2] == least_s
@@ -234,3 +241,19 @@ def test_a_device_that_says_nothing_of_its_cpu_is_told(changes: dict[str, Any], 
     plan = make_plan(model_of(TINY), cluster(on=host, per_host=2), training, spread(1), [[LayerOption()] * 4])
 
     assert bool(launch_advice(plan)) == told
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved"])
+def test_a_pipeline_that_waits_for_the_host_is_bounded_by_the_way_of_one_micro_batch(schedule: Schedule) -> None:
+    explorer = Explorer(model_of(TINY), cluster(on=HOST, per_host=2), TrainingSpec(global_batch=4, seq_len=64))
+    pins = Pins(schedule=schedule, pipeline=2, micro_batch=2 if schedule == "interleaved" else 4)
+    space = Space(explorer.profile, explorer.cluster, explorer.training, pins, explorer.choice.worth_trying)
+    (family,) = space.families()
+    best = explorer.explore(pins, math.inf, near=0).best
+
+    least_s = explorer.bounds.held_s(family, space)
+    way_s = ShapeBounds(explorer.chain).way_s(family, space.leaves(family), None, None)
+
+    assert best is not None
+    assert least_s >= way_s.min() > 0.0
+    assert 0.7 * best.seconds < least_s <= best.seconds

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from meshwright.executor.measuring.significance import Apart, paired
 from meshwright.executor.reporting.tune_page import tune_page
-from meshwright.executor.tuning.entrants import Entrant, Pool, could_be_best, missed_by, to_beat_s
+from meshwright.executor.tuning import rounds
+from meshwright.executor.tuning.entrants import Entrant, Pool, challengers, could_be_best, missed_by, to_beat_s
 from meshwright.executor.tuning.jobs import Fallen, LaunchedJob, cause_of, filled, processes_with, read_launcher
 from meshwright.executor.tuning.race import in_words, lap_steps, leader_of, out_after
 from meshwright.executor.tuning.record import LapLine, Record, load_record
@@ -18,6 +20,7 @@ from meshwright.executor.tuning.rounds import TEACHERS, Job, Tuned, Tuning, teac
 from meshwright.executor.tuning.sitting import Venue, check_cluster, header_of, open_record, read_budget
 from meshwright.planner.answers.search import SearchResult, search
 from meshwright.planner.cost.refit import most_open
+from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import ClusterSpec, cluster_of, load_device
@@ -65,6 +68,34 @@ def test_a_race_ends_with_the_best_plan_of_the_hidden_device_and_its_constants(
     assert max(errors) < 0.05
     assert track.closed
     assert "What each minute bought" in tune_page(found, record)
+
+
+class CrookedTrack(HiddenTrack):
+    """No constants say that pipelines take longer than the model has them, and others less."""
+
+    def _runs_s(self, plan: Plan, more: Sequence[str]) -> float:
+        return self.true_s(plan) * (1.06 if plan.degrees.pipeline > 1 else 0.97)
+
+
+def test_newcomers_may_be_as_much_slower_as_constants_miss(
+    tmp_path: Path, chosen: SearchResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    def noted(found: Sequence[Entrant], seen: Collection[str], limit_s: float) -> list[Entrant]:
+        limits.append(limit_s)
+        return challengers(found, seen, limit_s)
+
+    monkeypatch.setattr(rounds, "challengers", noted)
+
+    found, _ = race(tmp_path, chosen, CrookedTrack(PROFILE, CLUSTER, TRUTH))
+
+    ran = [(each.fitted_s, each.measured.step_time_s) for each in found.standings if each.measured]
+    missed = missed_by(fitted / measured for fitted, measured in ran)
+    fitted_s, leader_s = min(ran, key=lambda pair: pair[1])
+    assert missed > 0.01
+    assert limits[-1] == pytest.approx(to_beat_s(leader_s, fitted_s, missed) * (1 - rounds.WORTH), rel=1e-3)
+    assert limits[-1] > leader_s
 
 
 def test_what_was_measured_outlives_ctrl_c_and_is_gone_on_with(tmp_path: Path, chosen: SearchResult) -> None:
