@@ -359,8 +359,10 @@ def least_step_s(
     backward_s: Sequence[float],
     once_s: Sequence[float],
     num_microbatches: int,
+    busy_s: Sequence[float] | None = None,
 ) -> float:
-    """Seconds of one step that no order of passes beats, by what each rank waits for and has to do.
+    """Seconds of one step that no order of passes beats, by what each rank waits for and has to do. busy_s: [rank] ->
+    seconds that it computes for a micro-batch, if not those of its stages.
 
     A rank begins when the first micro-batch has passed all ranks before it, and then has all micro-batches of all its
     stages to do. Unless gradients of weights come last, the last backward has those ranks still before it, and then the
@@ -370,9 +372,9 @@ def least_step_s(
     for rank, end_s in enumerate(once_s):
         chunks = range(len(forward_s) // num_ranks)
         stages = [stage_of(schedule, rank, chunk, num_ranks) for chunk in chunks]
-        busy_s = num_microbatches * sum(forward_s[stage] + backward_s[stage] for stage in stages)
+        own_s = sum(forward_s[stage] + backward_s[stage] for stage in stages) if busy_s is None else busy_s[rank]
         if schedule not in ZERO_BUBBLE:
             end_s = max(end_s, behind_s + once_s[0])
-        step_s = max(step_s, ahead_s + busy_s + end_s)
+        step_s = max(step_s, ahead_s + num_microbatches * own_s + end_s)
         ahead_s, behind_s = ahead_s + forward_s[rank], behind_s + backward_s[rank]
     return step_s

@@ -652,14 +652,14 @@ class Known:
         waits for, with the others at their fastest options, and what it has to do in its memory."""
         compositions = [int(self.prices.chain.composition_of[a, b]) for a, b in pairwise(cuts)]
         shape: Shape = self.prices.shape
-        before_s = after_s = most_s = 0.0
-        for stages in self.stages_of:
-            held = self.held(stages, compositions)
-            most_s = max(most_s, before_s + shape.num_microbatches * self.least_busy_s(held) + after_s)
-            first = self._stage(*held[0], self._fastest(*held[0]))[1]
-            before_s += first.forward_s
-            after_s += 0.0 if shape.schedule in ZERO_BUBBLE else first.backward_s
-        return most_s
+        busy_s = [self.least_busy_s(self.held(stages, compositions)) for stages in self.stages_of]
+        if math.inf in busy_s:
+            return math.inf
+        each = self.held(range(len(compositions)), compositions)
+        costs = [self._stage(*stage, self._fastest(*stage))[1] for stage in each]
+        once_s = [sum(costs[stage].once_s for stage in stages) for stages in self.stages_of]
+        passes = [cost.forward_s for cost in costs], [cost.backward_s for cost in costs]
+        return least_step_s(shape.schedule, *passes, once_s, shape.num_microbatches, busy_s)
 
     def least_busy_s(self, held: HeldStages) -> float:
         """Seconds that a rank computes for a micro-batch, at least, with options that fit; infinite if none do."""

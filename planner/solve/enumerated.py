@@ -24,10 +24,10 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 MOST_CHOICES = 2500
-"""So many choices of a stage's layers, or fewer, are all priced."""
+"""So many choices of a stage's layers, or fewer, are all priced: those of seven layers with three each, in 0.1 s."""
 
 MOST_PLAYED = 20_000
-"""So many combinations of all ranks, or fewer, are all played."""
+"""So many combinations of all ranks, or fewer, are all played, in about 0.1 s."""
 
 
 @dataclass(frozen=True)

@@ -128,10 +128,10 @@ class ShapeBounds:
         self.chain = chain
         self.model = chain.model
         self.least = LeastWork(chain, chain.model)
-        self.kinds: list[Kind] = list(dict.fromkeys(self.model.kinds[run.start] for run in chain.runs))
+        self.kinds: list[Kind] = list(self.model.kinds_of_layers)
         self.kind_of_run = np.array([self.kinds.index(self.model.kinds[run.start]) for run in chain.runs])
         self.first_run = np.unique(self.kind_of_run, return_index=True)[1]
-        self.counts: Floats = np.bincount(self.kind_of_run, chain.lengths, len(self.kinds)).astype(float)
+        self.counts: Floats = self.model.layers_of_kinds
         self._waits: dict[tuple[object, ...], tuple[Floats, Ints]] = {}
         self._columns: dict[tuple[Leaves, bool], _Columns] = {}
         self._tables: dict[tuple[object, ...], Data] = {}
