@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from unittest.mock import patch
 
-from meshwright.planner.cost import compute_cost, crossing_cost, layer_cost, software
+from meshwright.planner.cost import compute_cost, crossing_cost, software
 from meshwright.planner.cost.compute_cost import LOW_PRECISIONS
 from meshwright.planner.plan.document import Plan
 from meshwright.profiler.machine.cluster import ClusterSpec, Device, HostGroup, Link
@@ -88,7 +88,7 @@ OMNI_PATH_BELOW = 12e9
 SHARES = ("sustained", "overlap", "tensor_overlap", "contention", "bandwidth_efficiency")
 """Fields that are shares of something."""
 _OF_LOW_PRECISION = ("low_precision", "casts")
-_MODULES = (compute_cost, crossing_cost, layer_cost, software)
+_MODULES = (compute_cost, crossing_cost, software)
 
 
 def applies(constant: Constant, plan: Plan) -> bool:

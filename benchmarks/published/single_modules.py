@@ -9,9 +9,10 @@ import numpy as np
 from meshwright.planner.cost.compute_cost import operators_s, table_of
 from meshwright.planner.cost.estimate import Estimate, estimate, priced_by, step_seconds
 from meshwright.planner.cost.kinds import Kind
-from meshwright.planner.cost.layer_cost import CostModel, Working
+from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.layer_parts import kept_at
 from meshwright.planner.cost.priced_layer import LayerCost
+from meshwright.planner.cost.transient_cost import Working
 from meshwright.planner.plan.document import Plan, Recompute
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.profiler.model.model_profile import ModelProfile, OpProfile, amount_at

@@ -1,0 +1,86 @@
+"""Parameter elements of layers under a shape."""
+
+from ..plan.shape import Shape
+from .expert_cost import Spread, spread
+from .job_model import JobModel
+from .kept import memo, memo_by
+from .kinds import Kind
+from .priced_layer import HeldParameter
+from .sharding import padded_elements
+
+
+class LayerElements(JobModel):
+    """What layers hold of the parameters on one rank, in elements."""
+
+    def elements(self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()) -> tuple[float, float]:
+        """(all, trainable) parameter elements of a layer on one tensor rank, before data sharding, with its padding."""
+        total = trainable = 0.0
+        for item in self.held(kind, shape):
+            if item.name in without:
+                continue
+            total += item.elements
+            trainable += item.elements if item.trainable else 0.0
+        return total, trainable
+
+    def held(self, kind: Kind, shape: Shape) -> tuple[HeldParameter, ...]:
+        """Parameters of a layer as one tensor rank has them."""
+        _, _, tensor, chosen = self._mode(kind, shape)
+        return self._held_by(kind.layer_class, tensor, shape.sharded_over, chosen)
+
+    @memo
+    def _held_by(
+        self, number: int, tensor: int, sharded_over: int, chosen: tuple[int, ...]
+    ) -> tuple[HeldParameter, ...]:
+        """[parameter of a class]; chosen: the cuts that are applied."""
+        layer_class = self.profile.classes[number]
+        cut_dims = {name: dim for i in chosen for name, dim in layer_class.cuts[i].sharded.items()}
+        partial = {name for i in chosen for name in layer_class.cuts[i].partial}
+        held = []
+        for parameter in layer_class.parameters:
+            local = list(parameter.shape)
+            if parameter.name in cut_dims:
+                local[cut_dims[parameter.name]] //= tensor
+            elements = padded_elements(tuple(local), sharded_over)
+            is_partial = parameter.name in partial
+            held.append(
+                HeldParameter(parameter.name, elements, parameter.trainable, parameter.name not in cut_dims, is_partial)
+            )
+        return tuple(held)
+
+    def spread_of(self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()) -> tuple[Spread, Spread]:
+        """(all, trainable) parameter elements of a layer on one tensor rank by what they cost there."""
+        return self._spread_of(kind, shape, without)
+
+    @memo_by(
+        lambda self, kind, shape, without: (
+            *self._as_run(kind, shape),
+            *(shape.sharded_over, shape.expert, shape.experts_over, without),
+        )
+    )
+    def _spread_of(self, kind: Kind, shape: Shape, without: frozenset[str]) -> tuple[Spread, Spread]:
+        total, trainable = self.elements(kind, shape, without)
+        if shape.expert == 1:
+            return Spread(total, total, total), Spread(trainable, trainable, trainable)
+        others, others_trainable = self.elements(kind, shape, without | self.spread_names(kind, shape))
+        return spread(total, total - others, shape), spread(trainable, trainable - others_trainable, shape)
+
+    def stored_elements(self, kind: Kind, shape: Shape) -> tuple[float, float]:
+        """(all, trainable) elements of a layer, as if all were sharded over the ranks that share its other ones."""
+        total, trainable = self.spread_of(kind, shape)
+        return total.stored, trainable.stored
+
+    def spread_names(self, kind: Kind, shape: Shape) -> frozenset[str]:
+        """Parameters of experts, where these are spread over ranks."""
+        banks = self.layer_class(kind).experts if shape.expert > 1 else ()
+        return frozenset(name for bank in banks for name in bank.parameters)
+
+    def bank_elements(self, kind: Kind, shape: Shape) -> list[tuple[float, float]]:
+        """[bank] -> (all, trainable) elements that one rank has of it, with the padding of the ranks that shard them;
+        nothing where experts are not spread."""
+        layer_class, found = self.layer_class(kind), []
+        for bank in layer_class.experts if shape.expert > 1 else ():
+            own = [p for p in layer_class.parameters if p.name in bank.parameters]
+            sizes = [padded_elements((p.shape[0] // shape.expert, *p.shape[1:]), shape.same_experts) for p in own]
+            trained = [size for size, p in zip(sizes, own, strict=True) if p.trainable]
+            found.append((float(sum(sizes)), float(sum(trained))))
+        return found
