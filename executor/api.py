@@ -498,7 +498,8 @@ def plan(
     global_batch: samples per optimizer step, over all GPUs; the same for every candidate.
     fits: megatron, torchtitan, accelerate or deepspeed: only what that framework runs, and what it is told of. setup: a
         layout in words, "tp=2 pp=4 zero=1", instead of a search for one. pad_vocab: pad a config.json's vocabulary.
-    lora: fine-tune with PEFT's adapters, all else frozen: "r=16,alpha=32,targets=q_proj+v_proj", or a dict of the same.
+    lora: fine-tune with PEFT's adapters, all else frozen: "r=16,alpha=32,targets=q_proj+v_proj", or a dict of the same;
+        base=bf16 for a base in 16 bits, base=nf4 for one in 4 (QLoRA), which is priced, not run.
     pin, at_most, forbid, recompute, micro_batch, space: what is decided already, as the flags --pin, --max, ... say it.
     time_limit: seconds the search may take. cache: use the profile that was kept of an unchanged model.
     progress: show a bar on stderr.

@@ -170,9 +170,8 @@ def parallelize(
     plan = plan if isinstance(plan, Plan) else load_plan(Path(plan))
     priced_only = not_run(plan)
     if priced_only:
-        raise ValueError(
-            f"the plan has {', '.join(priced_only)}, which is priced, not run yet: plan with --precision bf16"
-        )
+        way_out = "--lora ...,base=bf16" if plan.model.packed else "--precision bf16"
+        raise ValueError(f"the plan has {', '.join(priced_only)}, which is priced, not run yet: plan with {way_out}")
     check_numbers(max_grad_norm, check_every, timeout_s, seed)
     check_world_size(plan)
     backend = backend_of(compile, plan)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,18 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.executor.commands.inputs import model_of
-from meshwright.planner.plan.document import load_plan
+from meshwright.planner.answers.search import search
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.cost.layer_cost import CostModel
+from meshwright.planner.plan.document import Plan, load_plan
+from meshwright.planner.plan.making import reference_of, shape_of
+from meshwright.planner.plan.not_run import not_run
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.adapters import Adapters, read_adapters, with_lora
 from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.source import file_of
 from meshwright.profiler.model.trace import trace
 from support.cli import run_plan
@@ -78,6 +88,7 @@ def test_what_is_said_is_read_and_written_alike() -> None:
 
     assert read_adapters("r=16, alpha=32,dropout=0.05,targets=q_proj+v_proj") == adapters
     assert read_adapters(str(adapters)) == adapters
+    assert read_adapters(str(Adapters(4, base="nf4"))) == Adapters(4, base="nf4")
     assert read_adapters({"r": 16, "alpha": 32, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}) == adapters
     assert with_lora("a/model.py", "r=4") == "a/model.py@lora:r=4"
     assert file_of("a/config.json@vocab%128@lora:r=4,targets=a+b") == Path("a/config.json")
@@ -86,7 +97,7 @@ def test_what_is_said_is_read_and_written_alike() -> None:
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ("rank=16", "--lora rank=16: It takes r, alpha, dropout, targets, as in --lora r=16,alpha=32"),
+        ("rank=16", "--lora rank=16: It takes r, alpha, dropout, targets, base, as in --lora r=16,alpha=32"),
         ("r=4,alpah=8", "Did you mean alpha?"),
         ("16", "'16' is no key=value"),
         ("", "'' is no key=value"),
@@ -96,6 +107,7 @@ def test_what_is_said_is_read_and_written_alike() -> None:
         ("r=4,dropout=1", "at least 0 and less than 1"),
         ("r=4,targets=a++b", "names of linear layers with + between them"),
         ("r=4,targets=all-linear+a", "leave out the other names"),
+        ("r=4,base=int8", "base=int8: give base=bf16 for a base in 16 bits, base=nf4 for one in 4 (QLoRA)"),
     ],
 )
 def test_what_cannot_be_read_is_told_with_an_example(said: str, reason: str) -> None:
@@ -194,15 +206,111 @@ def test_a_plan_remembers_its_adapters(net: str, tmp_path: Path, monkeypatch: py
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["net", "llama"])
-def test_a_plan_with_adapters_is_verified_as_the_model_that_it_says(model: str, request: pytest.FixtureRequest) -> None:
-    pytest.importorskip("peft")
-    source = request.getfixturevalue(model)
-    pins = ("--pin", "tensor=2", "--pin", "data_replicate=2")
+_FP32, _NF4, _WEIGHT = 4.0, 0.5 + 4 / 64, 32 * 128
 
-    assert run_plan(source, "--lora", "r=4,dropout=0.1", "--gpus", "4", "--device", "cpu", "-b", "8", "-q", *pins) == 0
+
+def _planned(profile: ModelProfile, pins: Pins) -> Plan:
+    training = TrainingSpec(global_batch=16, precision="bf16", seq_len=profile.seq_len)
+    return search(profile, cluster_of(load_device("a100-80gb"), 4), training, pins=pins).plan
+
+
+def test_frozen_linear_layers_but_the_last_are_packed_and_unpacked_before_each_product(net: str) -> None:
+    pytest.importorskip("peft")
+    plain, packed = (trace(load_model(net, lora=f"r=4{more}")) for more in ("", ",base=nf4"))
+    names = {p.name for found in packed.classes for p in found.parameters if p.kept_as == "nf4"}
+    block = packed.classes[packed.layers[1].layer_class]
+    unpacking = [op for op in block.whole.operators if op.name == "dequantize_nf4"]
+
+    assert names == {"up.base_layer.weight", "down.base_layer.weight"}
+    assert packed.num_parameters == plain.num_parameters
+    assert packed.fingerprint != plain.fingerprint
+    assert [(op.module, op.part) for op in unpacking] == [
+        (f"{name}.base_layer", part) for part in ("forward", "backward_input") for name in ("up", "down")
+    ]
+    assert {op.moved.at(3, 2) for op in unpacking} == {_WEIGHT * (2 + _NF4)}
+    assert not block.cuts
+    assert any("kept in 4 bits" in note for note in packed.notes)
+
+
+@pytest.mark.parametrize(("base", "each"), [("nf4", _NF4), ("bf16", 2.0)])
+@pytest.mark.parametrize(
+    "pins",
+    [
+        Pins(data_shard=1, tensor=1, pipeline=1, micro_batch=4),
+        Pins(data_shard=4, tensor=1, pipeline=1, micro_batch=4),
+        Pins(data_shard=2, tensor=1, pipeline=2, micro_batch=4, schedule="1f1b"),
+    ],
+    ids=["whole", "sharded", "pipeline"],
+)
+def test_a_base_in_fewer_bits_takes_less_memory_and_is_passed_as_it_is_kept(
+    net: str, base: str, each: float, pins: Pins
+) -> None:
+    """The same plan of both: parameters of a rank, what is gathered of a block, and room for one whole weight."""
+    pytest.importorskip("peft")
+    profiles = [trace(load_model(net, lora=f"r=4{more}")) for more in ("", f",base={base}")]
+    plan = _planned(profiles[0], pins)
+    shape, shards = shape_of(plan), plan.degrees.data_shard
+    models = [CostModel(profile, plan.cluster, plan.training) for profile in profiles]
+    before, after = (
+        estimate(plan.model_copy(update={"model": reference_of(profile)}), profile) for profile in profiles
+    )
+
+    def in_fewer_bits(place: int) -> int:
+        return sum(item.elements for item in models[1].held(models[1].kinds[place], shape) if item.bytes_kept)
+
+    ends = list(accumulate(len(stage.layers) for stage in plan.stages))
+    for first, end, now, was in zip([0, *ends], ends, after.memory, before.memory, strict=False):
+        saved = was.items["parameters"] - now.items["parameters"]
+        assert saved == pytest.approx(sum(map(in_fewer_bits, range(first, end))) * (_FP32 - each) / shards)
+    gathered = [model.spread_of(model.kinds[1], shape)[0].gathered for model in models]
+    passed = each / 2 if shards > 1 else 0.0
+    assert gathered[0] - gathered[1] == pytest.approx(in_fewer_bits(1) * (1 - passed))
+    forward = [model.working_bytes(model.kinds[1], shape, "none")[0] for model in models]
+    assert forward[1] - forward[0] == pytest.approx(2 * _WEIGHT if base == "nf4" else 0.0)
+    assert (after.step_time_s > before.step_time_s) == (base == "nf4")
+
+
+def test_what_is_packed_is_priced_only_and_exported_to_those_that_run_it(
+    net: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
+    job = ("--gpus", "2", "--device", "cpu", "-b", "8", "--pin", "pipeline=1")
+    flags = (*job, "-q", "--lora", "r=4,base=nf4", "-o", "plan.json")
+    assert run_plan(net, *flags) == 0
+    plan = load_plan(Path("plan.json"))
+
+    assert plan.model.name == "net-qlora-r4"
+    assert not_run(plan) == {"a base in 4 bits": "one in bf16"}
+    assert run_plan("verify", "plan.json") == 2
+    assert "a base in 4 bits; the executor runs one in bf16" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(ValueError, match=r"4 bits, which is priced, not run yet: plan with --lora \.\.\.,base=bf16"):
+        mw.parallelize(load_model(net, lora="r=4").build, plan, torch.optim.SGD, None)
+    notes = mw.load("plan.json").export("accelerate").notes
+    assert any("BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4'" in note for note in notes)
+    for target in ("megatron", "torchtitan"):
+        with pytest.raises(ValueError, match="keeps no frozen weights in 4 bits: export to accelerate or deepspeed"):
+            mw.load("plan.json").export(target)
+    assert run_plan(net, *flags, "--for", "torchtitan") == 2
+    assert "torchtitan keeps no frozen weights in 4 bits" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["", ",base=bf16"])
+@pytest.mark.parametrize(
+    "pins", ["tensor=2 data_replicate=2", "data_shard=2 pipeline=2 schedule=1f1b", "data_shard=4 pipeline=1"]
+)
+@pytest.mark.parametrize("model", ["net", "llama"])
+def test_a_plan_with_adapters_is_verified_as_the_model_that_it_says(
+    model: str, pins: str, base: str, request: pytest.FixtureRequest
+) -> None:
+    pytest.importorskip("peft")
+    source, flags = request.getfixturevalue(model), [word for pin in pins.split() for word in ("--pin", pin)]
+    lora, precision = f"r=4,dropout=0.1{base}", "bf16" if base else "fp32"
+
+    job = ("--gpus", "4", "--device", "cpu", "-b", "8", "--precision", precision, "-q")
+    assert run_plan(source, "--lora", lora, *job, *flags) == 0
 
     report = mw.load("plan.json").verify()
     assert report.ok, report.lines
-    assert any("lora_B" in difference.what for difference in report.largest.values())
+    assert {"loss", "gradients", "parameters"} <= report.largest.keys()

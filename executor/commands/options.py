@@ -124,7 +124,7 @@ Lora = Annotated[
         "--lora",
         metavar="CHOICES",
         help="fine-tune with PEFT's adapters, all else frozen: r=16[,alpha=32][,dropout=0.05]"
-        "[,targets=q_proj+v_proj | targets=all-linear]",
+        "[,targets=q_proj+v_proj | targets=all-linear][,base=bf16 | base=nf4]",
         show_default=False,
     ),
 ]

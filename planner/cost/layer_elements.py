@@ -1,10 +1,13 @@
 """Parameter elements of layers under a shape."""
 
+from dataclasses import replace
+
 from ..plan.shape import Shape
 from .expert_cost import Spread, spread
 from .job_model import JobModel
 from .kept import memo, memo_by
 from .kinds import Kind
+from .memory_cost import MASTER_BYTES
 from .priced_layer import HeldParameter
 from .sharding import padded_elements
 
@@ -13,14 +16,26 @@ class LayerElements(JobModel):
     """What layers hold of the parameters on one rank, in elements."""
 
     def elements(self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()) -> tuple[float, float]:
-        """(all, trainable) parameter elements of a layer on one tensor rank, before data sharding, with its padding."""
+        """(all, trainable) parameter elements of a layer on one tensor rank, before data sharding, with its padding:
+        as many as what data shards pass and what is gathered of them takes in the compute dtype."""
         total = trainable = 0.0
         for item in self.held(kind, shape):
             if item.name in without:
                 continue
-            total += item.elements
+            total += self._gathered(item, shape) if item.bytes_kept else item.elements
             trainable += item.elements if item.trainable else 0.0
         return total, trainable
+
+    def _gathered(self, item: HeldParameter, shape: Shape) -> float:
+        """Elements of the compute dtype that a parameter takes which is kept in fewer bits than others, gathered: as it
+        is kept; where it is not sharded there is no copy of it."""
+        return item.elements * item.bytes_kept / self.training.compute_bytes if shape.sharded_over > 1 else 0.0
+
+    def _stored_beyond(self, kind: Kind, shape: Shape, without: frozenset[str]) -> float:
+        """Elements that such parameters count for where they are stored, beyond those while gathered."""
+        fewer = [item for item in self.held(kind, shape) if item.bytes_kept and item.name not in without]
+        own_bytes = self.training.compute_bytes if self.software.memory.pure else MASTER_BYTES
+        return sum(item.elements * item.bytes_kept / own_bytes - self._gathered(item, shape) for item in fewer)
 
     def held(self, kind: Kind, shape: Shape) -> tuple[HeldParameter, ...]:
         """Parameters of a layer as one tensor rank has them."""
@@ -42,9 +57,8 @@ class LayerElements(JobModel):
                 local[cut_dims[parameter.name]] //= tensor
             elements = padded_elements(tuple(local), sharded_over)
             is_partial = parameter.name in partial
-            held.append(
-                HeldParameter(parameter.name, elements, parameter.trainable, parameter.name not in cut_dims, is_partial)
-            )
+            whole, kept = parameter.name not in cut_dims, parameter.bytes_kept
+            held.append(HeldParameter(parameter.name, elements, parameter.trainable, whole, is_partial, kept))
         return tuple(held)
 
     def spread_of(self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()) -> tuple[Spread, Spread]:
@@ -59,10 +73,13 @@ class LayerElements(JobModel):
     )
     def _spread_of(self, kind: Kind, shape: Shape, without: frozenset[str]) -> tuple[Spread, Spread]:
         total, trainable = self.elements(kind, shape, without)
-        if shape.expert == 1:
-            return Spread(total, total, total), Spread(trainable, trainable, trainable)
-        others, others_trainable = self.elements(kind, shape, without | self.spread_names(kind, shape))
-        return spread(total, total - others, shape), spread(trainable, trainable - others_trainable, shape)
+        of_experts = self.spread_names(kind, shape)
+        others, others_trainable = (
+            self.elements(kind, shape, without | of_experts) if of_experts else (total, trainable)
+        )
+        found = spread(total, total - others, shape)
+        stored = found.stored + self._stored_beyond(kind, shape, without)
+        return replace(found, stored=stored), spread(trainable, trainable - others_trainable, shape)
 
     def stored_elements(self, kind: Kind, shape: Shape) -> tuple[float, float]:
         """(all, trainable) elements of a layer, as if all were sharded over the ranks that share its other ones."""

@@ -21,13 +21,14 @@ class Traffic:
 class HeldParameter:
     """A parameter of a layer class on one tensor rank. elements: padded to what data shards divide evenly; whole: not
     cut by tensor parallelism; partial: read between cut modules, so that each tensor rank has a share of its
-    gradient."""
+    gradient; bytes_kept: of an element, 0 if it is kept as all others are."""
 
     name: str
     elements: int
     trainable: bool
     whole: bool
     partial: bool = False
+    bytes_kept: float = 0.0
 
 
 @dataclass(frozen=True)

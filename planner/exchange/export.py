@@ -45,9 +45,7 @@ def export(plan: Plan, target: str) -> Export:
         raise ValueError(f"cannot export to {target!r}: choose {', '.join(TARGETS)}")
     chosen: Target = next(name for name in TARGETS if name == target)
     _refuse_everywhere(plan, chosen)
-    adapters = plan.model.source.partition(LORA)[2]
-    notes = [f"the adapters ({adapters}), which the model must have: with all of it trained it needs more memory"]
-    notes = notes if adapters else []
+    notes = _adapters_notes(plan)
     if chosen == "megatron":
         words = megatron_words(plan, notes)
         text = _command_line(plan, chosen, words, notes, 'pretrain_gpt.py "${MEGATRON_ARGS[@]}"')
@@ -80,11 +78,31 @@ def _refuse_everywhere(plan: Plan, target: Target) -> None:
             f"{offloaded} layers keep their activations on the host, which no flag of {name} says layer by layer: "
             "plan without offload, for example --pin recompute=full"
         )
+    if plan.model.packed and not FRAMEWORKS[target].packs:
+        raise ValueError(
+            f"{name} keeps no frozen weights in 4 bits: export to accelerate or deepspeed, or plan with --lora "
+            "...,base=bf16"
+        )
     if plan.offload_optimizer and not FRAMEWORKS[target].offloads_optimizer:
         raise ValueError(
             f"the optimizer runs on the host; {name} moves parameters and gradients there, too: export to megatron or "
             "deepspeed, or plan without offload"
         )
+
+
+def _adapters_notes(plan: Plan) -> list[str]:
+    """What the model has to be. A base in 4 bits is kept in numbers of the compute dtype, which shards can be cut of
+    (bitsandbytes' documentation, FSDP-QLoRA)."""
+    adapters, notes = plan.model.source.partition(LORA)[2], []
+    if adapters:
+        notes = [f"the adapters ({adapters}), which the model must have: with all of it trained it needs more memory"]
+    if plan.model.packed:
+        dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(plan.training.precision, "float32")
+        notes.append(
+            "the base in 4 bits, which the script loads with quantization_config=BitsAndBytesConfig(load_in_4bit=True, "
+            f"bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.{dtype}, bnb_4bit_quant_storage=torch.{dtype})"
+        )
+    return notes
 
 
 def _header(plan: Plan, target: Target, notes: list[str]) -> list[str]:

@@ -180,6 +180,7 @@ class ModelReference(Frozen):
     layer_modules: tuple[str, ...] = Field(description="outermost modules of all layers: what producers.py counts")
     attention_modules: tuple[str, ...] = ()
     expert_modules: tuple[str, ...] = Field(default=(), description="banks of experts; each token runs by itself there")
+    packed: bool = Field(default=False, description="frozen weights are kept in 4 bits")
     decides_by_values: bool = Field(default=False, description="ranks may run different layers in the same step")
     returns_loss: bool = False
     batch: tuple[BatchTensor, ...] = Field(default=(), description="tensors of one sample, and where more samples go")

@@ -55,8 +55,8 @@ class Framework:
     schedules: of pipelines, () if it has none. partly: a kind of recompute that may be that of the first blocks of each
     stage only, as many of every stage. zero, zero_in_pipelines: how it shards state over data ranks. orders,
     orders_with_context: of the mesh axes. in_rounds: interleaved schedules take micro-batches by the number of stages.
-    needs_blocks: models are one row of numbered blocks. offloads_optimizer: to the host, and it alone. rules: of how a
-    model is split; data_rules: which of them depend on how data ranks are.
+    needs_blocks: models are one row of numbered blocks. offloads_optimizer: to the host, and it alone. packs: frozen
+    weights may be in 4 bits. rules: of how a model is split; data_rules: which of them depend on how data ranks are.
     """
 
     target: Target
@@ -77,6 +77,7 @@ class Framework:
     in_rounds: bool = False
     needs_blocks: bool = False
     offloads_optimizer: bool = False
+    packs: bool = False
 
     @cached_property
     def reshards(self) -> tuple[bool, ...]:
@@ -109,6 +110,8 @@ class Framework:
                 f"{profile.name} is no single row of numbered blocks, which is what {self.name} builds: plan --for "
                 f"{others}"
             )
+        if profile.packed and not self.packs:
+            return f"{self.name} keeps no frozen weights in 4 bits: plan with --lora ...,base=bf16"
         if training.precision not in self.precisions:
             return f"{self.name} has no setting for {training.precision}: give --precision {self.precisions[0]}"
         return None
@@ -259,6 +262,7 @@ FRAMEWORKS: dict[Target, Framework] = {
             recomputes=("none", "full"),
             zero=(ZERO_1, ZERO_2, ZERO_3, Zero("last", True)),
             contexts=("all_to_all", "all_gather"),
+            packs=True,
             rules=(
                 _whole,
                 _no_sequence("Accelerate", "the model's tp_plan, no sequence parallelism of its own"),
@@ -274,6 +278,7 @@ FRAMEWORKS: dict[Target, Framework] = {
             recomputes=("none", "full"),
             zero=(ZERO_1, ZERO_2, ZERO_3),
             offloads_optimizer=True,
+            packs=True,
             rules=(
                 _whole,
                 _no_sequence("DeepSpeed", "no sequence parallelism beside its AutoTP"),

@@ -81,6 +81,7 @@ def reference_of(profile: ModelProfile) -> ModelReference:
         layer_modules=tuple(dict.fromkeys(name for layer in profile.layers for name in layer.modules)),
         attention_modules=profile.attention_modules,
         expert_modules=profile.expert_modules,
+        packed=profile.packed,
         decides_by_values=bool(profile.decides_by_values),
         returns_loss=profile.returns_loss,
         batch=profile.batch,

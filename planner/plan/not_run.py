@@ -13,6 +13,8 @@ def not_run(plan: Plan) -> dict[str, str]:
         found["precision fp8 with tensor parallelism"] = "fp8 with tensor=1"
     if precision == "fp8" and plan.model.expert_modules:
         found["precision fp8 of experts that share one tensor"] = "bf16"
+    if plan.model.packed:
+        found["a base in 4 bits"] = "one in bf16"
     return found
 
 

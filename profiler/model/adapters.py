@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from .frozen import pack
 from .loaded import LoadedModel, called
+from .model_profile import KeptAs
 from .source import LORA
 
 if TYPE_CHECKING:
@@ -20,24 +22,29 @@ if TYPE_CHECKING:
 
 ALL_LINEAR = "all-linear"
 
+_BASES: tuple[KeptAs, ...] = ("bf16", "nf4")
+
 _EXAMPLE = "--lora r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
 
 
 @dataclass(frozen=True)
 class Adapters:
     """What is said of adapters; what is not is as PEFT has it. targets: names of linear layers, as they end, or
-    all-linear; empty: those that PEFT takes for the type of model, all linear layers where it knows none."""
+    all-linear; empty: those that PEFT takes for the type of model, all linear layers where it knows none. base: how
+    what is frozen is kept (frozen.py)."""
 
     r: int
     alpha: int | None = None
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
+    base: KeptAs = ""
 
     def __str__(self) -> str:
         words = [f"r={self.r}"]
         words += [] if self.alpha is None else [f"alpha={self.alpha}"]
         words += [f"dropout={self.dropout:g}"] if self.dropout else []
         words += [f"targets={'+'.join(self.targets)}"] if self.targets else []
+        words += [f"base={self.base}"] if self.base else []
         return ",".join(words)
 
 
@@ -61,6 +68,7 @@ def read_adapters(said: str | Mapping[str, object]) -> Adapters:
         alpha=_whole("alpha", found["alpha"]) if "alpha" in found else None,
         dropout=_share("dropout", found.get("dropout", "0")),
         targets=_names(found["targets"]) if "targets" in found else (),
+        base=_base(found["base"]) if "base" in found else "",
     )
 
 
@@ -92,6 +100,16 @@ def _share(key: str, text: str) -> float:
     return share
 
 
+def _base(text: str) -> KeptAs:
+    for known in _BASES:
+        if text == known:
+            return known
+    raise ValueError(
+        f"--lora base={text}: give base=bf16 for a base in 16 bits, base=nf4 for one in 4 (QLoRA), or leave it out for "
+        "one that is kept as all parameters are"
+    )
+
+
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split("+")))
     if not all(names):
@@ -117,7 +135,7 @@ def adapted(loaded: LoadedModel, adapters: Adapters) -> LoadedModel:
     return replace(
         loaded,
         build=functools.partial(_built, loaded.build, adapters, loaded.source),
-        name=f"{loaded.name}-lora-r{adapters.r}",
+        name=f"{loaded.name}-{'qlora' if adapters.base == 'nf4' else 'lora'}-r{adapters.r}",
         source=f"{loaded.source}{LORA}{adapters}",
         small=None if small is None else functools.partial(_small, small, adapters),
     )
@@ -142,6 +160,9 @@ def _built(build: "Callable[[], nn.Module]", adapters: Adapters, source: str) ->
     peft = import_peft()
     module = build()
     linears = _linears(module)
+    inner = _inner(module, linears)
+    if adapters.base == "bf16":
+        _in_bf16(module)
     config = peft.LoraConfig(
         r=adapters.r,
         lora_dropout=adapters.dropout,
@@ -158,7 +179,24 @@ def _built(build: "Callable[[], nn.Module]", adapters: Adapters, source: str) ->
                 f"{name}.{each.parameter_name}), by writing into them in each forward, which shards do not allow: name "
                 f"linear layers, as in targets={'+'.join(_ends(linears)[:4])}"
             )
+    if adapters.base == "nf4":
+        pack(made, inner)
     return made
+
+
+def _in_bf16(module: "nn.Module") -> None:
+    """Let the numbers of a base be in bf16, as from_pretrained(..., dtype=torch.bfloat16) has them; buffers stay."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.bfloat16()
+
+
+def _inner(module: "nn.Module", linears: list[str]) -> "list[nn.Module]":
+    """Linear layers but for the output layer: the model's own word for it, or the last."""
+    found = [module.get_submodule(name) for name in linears]
+    told = getattr(module, "get_output_embeddings", None)
+    output = (found[-1] if found else None) if told is None else told()
+    return [each for each in found if each is not output]
 
 
 def _ends(names: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ from ..tensor_cuts.tensor_trial import sequence_problem
 from .chain import Layer, LayerChain
 from .fake import FakeModel
 from .fitted_costs import fitted_costs, fitted_experts
+from .frozen import unpacked
 from .layer_run import LayerRun, Observation
 from .model_profile import Costs, LayerClass, LayerPart, ParameterProfile, Producer, TensorCut
 from .run_sizes import RunSizes
@@ -71,7 +72,7 @@ def layer_class_of(
         writes_into_attention=whole[0].writes_into_attention,
         input_overwritten=layer.input_overwritten,
     )
-    return Costed(layer_class, whole)
+    return Costed(unpacked(layer_class), whole)
 
 
 def _did_as(one: Observation, other: Observation) -> bool:
@@ -201,7 +202,10 @@ def _parameters(fake: FakeModel, layer: Layer) -> tuple[ParameterProfile, ...]:
     prefix = layer.root + "." if layer.root else ""
     return tuple(
         ParameterProfile(
-            name=name.removeprefix(prefix), shape=tuple(named[name].shape), trainable=named[name].requires_grad
+            name=name.removeprefix(prefix),
+            shape=tuple(named[name].shape),
+            trainable=named[name].requires_grad,
+            kept_as=fake.kept_as.get(name, ""),
         )
         for name in layer.parameters
     )

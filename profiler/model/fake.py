@@ -3,7 +3,7 @@
 A model that decides by the values of its tensors needs real ones: `real_model` is the same thing with numbers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,11 +22,12 @@ from .batches import named_tensors
 from .building import in_training, on_meta
 from .fake_modes import LeanFakeMode, without_log
 from .forward_state import Changeable, TensorsRead, changed, places_of, put_back, taken, undone
+from .frozen import kept_as
 from .gpu_kernel_emulation import as_on_gpu
 from .held_tensors import HeldTensors, held_beside, unregistered_modules, whole_because
 from .known_numbers import MOST_KNOWN, knowing_numbers, known
 from .loaded import Batch, LoadedModel, is_ours, place_of, split_inputs
-from .model_profile import BufferProfile
+from .model_profile import BufferProfile, KeptAs
 
 BeforeLoss = Callable[[list[torch.Tensor]], None]
 """Is told of the tensors that the module has returned."""
@@ -58,6 +59,8 @@ class FakeModel:
     knows_layout: bool = False
     """Whether the integers of a batch, and what the batch function says is layout, keep their numbers, and all that is
     computed of nothing else: what the model decides by them it decides as it does with real tensors."""
+    kept_as: Mapping[str, KeptAs] = field(default_factory=dict)
+    """How frozen parameters are kept that are not kept as all others are, by full name."""
     left: dict[str, torch.Tensor] = field(default_factory=dict)
     """What its last forward has left behind in attributes, lists and the like, by place; it is gone by then."""
     _laid_out: dict[tuple[int, int | None], Batch] = field(default_factory=dict)
@@ -197,10 +200,11 @@ def fake_model(loaded: LoadedModel, dtype: torch.dtype, knows_layout: bool = Fal
     module = on_meta(loaded.build)
     _check_layouts(loaded, module)
     _check_memory(loaded, module)
-    listed, trained_as, whole = _buffers(module), _trained_as(module), whole_because(module)
+    listed, trained_as, whole, kept = _buffers(module), _trained_as(module), whole_because(module), kept_as(module)
     uncast = _to_fake(module, mode, dtype)
     knows_layout = knows_layout or bool(loaded.layout) or bool(loaded.choices)
-    return FakeModel(loaded, in_training(module), mode, dtype, listed, uncast, trained_as, whole, knows_layout)
+    module = in_training(module)
+    return FakeModel(loaded, module, mode, dtype, listed, uncast, trained_as, whole, knows_layout, kept)
 
 
 def real_model(loaded: LoadedModel) -> FakeModel:
@@ -208,7 +212,7 @@ def real_model(loaded: LoadedModel) -> FakeModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = loaded.build()
-    listed, trained_as, whole = _buffers(module), _trained_as(module), whole_because(module)
+    listed, trained_as, whole, kept = _buffers(module), _trained_as(module), whole_because(module), kept_as(module)
     return FakeModel(
         loaded,
         in_training(module.float()),
@@ -217,6 +221,7 @@ def real_model(loaded: LoadedModel) -> FakeModel:
         listed,
         trained_as=trained_as,
         whole_because=whole,
+        kept_as=kept,
     )
 
 

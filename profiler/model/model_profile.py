@@ -33,6 +33,12 @@ OpKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "los
 
 OpPart = Literal["forward", "backward_input", "backward_weight", "backward"]
 
+KeptAs = Literal["", "bf16", "fp16", "nf4"]
+"""How a frozen parameter is kept (frozen.py); '': as all others are."""
+
+KEPT_BYTES: dict[KeptAs, float] = {"bf16": 2.0, "fp16": 2.0, "nf4": 0.5 + 4 / 64}
+"""Bytes of an element that is not kept as all others are; of nf4 with its share of a scale in fp32 for each 64."""
+
 
 def amount_at(amount: Amount, batch: float, tensor: int = 1) -> float:
     """Value of a fitted amount for micro-batches of `batch` samples on `tensor` tensor-parallel ranks."""
@@ -145,6 +151,18 @@ class ParameterProfile(Frozen):
     name: str
     shape: tuple[NonNegativeInt, ...]
     trainable: bool = True
+    kept_as: KeptAs = Field(default="", description="frozen, and kept in fewer bits; nf4: 4 with a scale for each 64")
+
+    @model_validator(mode="after")
+    def _what_is_trained_is_kept_as_all(self) -> Self:
+        if self.kept_as and self.trainable:
+            raise ValueError(f"{self.name} is kept as {self.kept_as} and trained; only frozen parameters are")
+        return self
+
+    @property
+    def bytes_kept(self) -> float:
+        """Bytes of an element; 0 if it is kept as all others are."""
+        return KEPT_BYTES.get(self.kept_as, 0.0)
 
     @property
     def num_elements(self) -> int:
@@ -442,6 +460,11 @@ class ModelProfile(Document):
                 if full_name not in repeated:
                     repeated.add(full_name)
                     yield known[full_name.removeprefix(layer.root + ".") if layer.root else full_name]
+
+    @property
+    def packed(self) -> bool:
+        """Whether weights are kept in 4 bits."""
+        return any(parameter.kept_as == "nf4" for each in self.classes for parameter in each.parameters)
 
     @property
     def expert_modules(self) -> tuple[str, ...]:

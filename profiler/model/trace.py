@@ -309,6 +309,10 @@ def _found_cuts(fake: FakeModel, chain: LayerChain, sizes: RunSizes, firsts: Seq
     found = {}
     for index in firsts:
         seen = find_cuts(fake, chain, index, (sizes.one, sizes.two), sizes.seq_len)
+        layer = chain.layers[index]
+        if any(fake.kept_as.get(name) == "nf4" for name in layer.parameters):
+            told = f"{layer.name}: not cut by tensor parallelism, because its frozen weights are kept in 4 bits"
+            seen = replace(seen, cuts=(), notes=(told,))
         found[index] = seen if not seen.cuts or common_degree(seen.cuts) else _with_common_degree(chain, index, seen)
     return _agreeing_on_ties(fake, chain, found)
 
@@ -504,4 +508,8 @@ def _fingerprint(profile: ModelProfile) -> str:
     each |= {"tensor_alone": {"__all__": kernels}, "sequence_without": {"__all__": kernels}}
     left_out["classes"] = {"__all__": each}
     document = profile.model_dump(mode="json", exclude=left_out)
+    for layer_class in document["classes"]:
+        for parameter in layer_class["parameters"]:
+            if not parameter["kept_as"]:  # as it was before there was another way
+                del parameter["kept_as"]
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
