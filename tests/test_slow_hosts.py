@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.executor.measuring.replanning import replanning
-from meshwright.executor.measuring.slow_hosts import HostSpeeds, SlowHost, host_speeds
-from meshwright.executor.measuring.slower_cluster import slower_cluster, ways_on, without_slow
+from meshwright.executor.measuring.slow_hosts import HostSpeeds, SlowHost, host_speeds, slower_cluster
+from meshwright.executor.measuring.slower_cluster import ways_on, without_slow
 from meshwright.executor.reporting.run_report import run_table
 from meshwright.executor.reporting.switching import Switching
 from meshwright.executor.run_document import RunRestart, RunStep

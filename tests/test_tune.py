@@ -4,22 +4,27 @@ import json
 import math
 import sys
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshwright.executor.measuring.significance import Apart, paired
+from meshwright.executor.measuring.slow_hosts import SlowHost, slower_cluster
 from meshwright.executor.reporting.tune_page import tune_page
+from meshwright.executor.reporting.tune_report import sentences
 from meshwright.executor.tuning import rounds
 from meshwright.executor.tuning.entrants import Entrant, Pool, challengers, could_be_best, missed_by, to_beat_s
-from meshwright.executor.tuning.jobs import Fallen, LaunchedJob, cause_of, filled, processes_with, read_launcher
+from meshwright.executor.tuning.jobs import Fallen, Lap, LaunchedJob, cause_of, filled, processes_with, read_launcher
 from meshwright.executor.tuning.race import in_words, lap_steps, leader_of, out_after
 from meshwright.executor.tuning.record import LapLine, Record, load_record
 from meshwright.executor.tuning.rounds import TEACHERS, Job, Tuned, Tuning, teachers
 from meshwright.executor.tuning.sitting import Venue, check_cluster, header_of, open_record, read_budget
 from meshwright.planner.answers.search import SearchResult, search
-from meshwright.planner.cost.refit import most_open
+from meshwright.planner.cost.alone import kernels_s
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.cost.refit import most_open, turned
 from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
@@ -68,6 +73,54 @@ def test_a_race_ends_with_the_best_plan_of_the_hidden_device_and_its_constants(
     assert max(errors) < 0.05
     assert track.closed
     assert "What each minute bought" in tune_page(found, record)
+
+
+SLOW = 1.5
+TWO_HOSTS = cluster_of(CLUSTER.device, 4, 2)
+
+
+class SlowHostTrack(HiddenTrack):
+    """Ranks of the second host compute longer, and say so."""
+
+    def __init__(self) -> None:
+        super().__init__(PROFILE, TWO_HOSTS, TRUTH)
+        self._alike = self._cluster
+        self._cluster = slower_cluster(self._cluster, [SlowHost(1, (2, 3), SLOW, SLOW, SLOW, True)])
+
+    def lap(self, label: str, plan: Plan, steps: int, limit_s: float, more: Sequence[str] = ()) -> Lap | Fallen:
+        found = super().lap(label, plan, steps, limit_s, more)
+        if isinstance(found, Fallen):
+            return found
+        on_alike = plan.model_copy(update={"cluster": self._alike})
+        priced = estimate(on_alike, PROFILE)
+        positions = [plan.coordinates(rank)["pipeline"] for rank in range(4)]
+        own_s = [kernels_s(on_alike, PROFILE, priced, position) for position in positions]
+        noisy = (s * self._random.gauss(1.0, 0.003) * (SLOW if rank >= 2 else 1.0) for rank, s in enumerate(own_s))
+        return replace(found, rank_compute_s=tuple(noisy))
+
+
+def test_a_slow_host_is_found_by_what_ranks_compute_and_planned_for(tmp_path: Path) -> None:
+    track = SlowHostTrack()
+    before = search(PROFILE, TWO_HOSTS, TRAINING, time_limit_s=5.0)
+    place = Venue(tmp_path / "plan.json")
+    record = open_record(place, header_of("net", PROFILE.fingerprint, before.plan, TWO_HOSTS, None))
+
+    job = Job(PROFILE, TWO_HOSTS, TRAINING, search_s=2.0, knobs=tuple(TRUTH))
+    found = Tuning(job, track, record, lambda line: None).run(before)
+
+    best = search(PROFILE, track._cluster, TRAINING, time_limit_s=5.0)
+    (slow,) = found.slow
+    assert (slow.host, slow.ranks, slow.beside) == (1, (2, 3), True)
+    assert slow.low < slow.ratio < slow.high
+    assert slow.ratio == pytest.approx(SLOW, rel=0.01)
+    assert len(found.plan.cluster.kinds) == 2
+    errors = [abs(each.fitted_s / each.measured.step_time_s - 1) for each in found.standings if each.measured]  # type: ignore[operator]
+    assert max(errors) < 0.05
+    assert track.true_s(found.plan) <= 1.01 * best.certificate.fastest_s
+    assert any("host 1 (ranks 2, 3) computes 1.50 times as long" in line for line in sentences(found))
+    assert found.device.matmul_efficiency == pytest.approx(
+        turned(CLUSTER.device, found.factors).matmul_efficiency, rel=1e-6
+    )
 
 
 class CrookedTrack(HiddenTrack):

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from ...planner.cost.alone import kernels_s
 from ...planner.cost.bands import time_band
 from ...planner.cost.estimate import estimate
-from ...planner.cost.refit import NOISE
+from ...planner.cost.refit import NOISE, slower
 from ...planner.plan.document import Plan
+from ...profiler.machine.cluster import ClusterSpec, Device
 from ...profiler.model.model_profile import ModelProfile
 from ..reporting.run_diagnosis import UNKNOWN
 from ..reporting.run_report import WARM_UP_STEPS, check_run_of
@@ -120,6 +121,46 @@ def host_speeds(plan: Plan, profile: ModelProfile, path: Path) -> HostSpeeds:
         )
     step_s = quantile(tuple(step.step_time_s for step in timed), 0.5)
     return _speeds(plan, profile, known, step_s)
+
+
+def slow_in_laps(ran: Sequence[tuple[Plan, Sequence[tuple[float, ...]]]]) -> tuple[SlowHost, ...]:
+    """Hosts on which ranks computed slower than on the others in laps of several plans on one cluster, by those plans
+    that give ranks of other hosts the same layers. ran: (plan, [lap][rank] -> seconds that it computes in a step)."""
+    ratios: dict[int, list[float]] = {}
+    hosts: list[int] = []
+    for plan, laps in ran:
+        ranks = range(plan.degrees.num_devices)
+        known = [lap for lap in laps if len(lap) == len(ranks)]
+        hosts = [plan.cluster.host_of(rank)[0] for rank in ranks]
+        work = [(plan.coordinates(rank)["pipeline"], 0) for rank in ranks]
+        for rank in ranks if known else ():
+            taken = np.maximum(np.array(known), 1e-9)
+            others, beside = _others(taken, hosts, work, hosts[rank], work[rank])
+            if beside:
+                ratios.setdefault(rank, []).extend((taken[:, rank] / others).tolist())
+    slow: dict[int, list[SlowHost]] = {}
+    for rank, found in ratios.items():
+        place, each = _place(len(found), len(hosts)), sorted(found)
+        if len(found) >= _fewest(len(hosts)) and each[place] > 1 + NOISE:
+            told = SlowHost(hosts[rank], (rank,), float(np.median(each)), each[place], each[-1 - place], True)
+            slow.setdefault(hosts[rank], []).append(told)
+    return tuple(_slowest(slow[host]) for host in sorted(slow))
+
+
+def slower_cluster(
+    cluster: ClusterSpec, slow: Sequence[SlowHost], source: str = "by the telemetry of a run"
+) -> ClusterSpec:
+    """The cluster with devices in the slow hosts that take so much longer for everything that they compute. Hosts that
+    differ by no more than repeats of a run do are one kind: their mean. source: who says so."""
+    devices: dict[int, Device] = {}
+    left = sorted(slow, key=lambda each: each.ratio)
+    while left:
+        alike = [each for each in left if each.ratio <= left[0].ratio * (1 + NOISE)]
+        left = left[len(alike) :]
+        ratio = sum(each.ratio for each in alike) / len(alike)
+        for each in alike:
+            devices[each.host] = slower(cluster.device_of(each.ranks[0]), ratio, source)
+    return cluster.changed(devices)
 
 
 def _what_ranks_do(plan: Plan) -> tuple[object, ...]:

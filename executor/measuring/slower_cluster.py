@@ -8,13 +8,12 @@ from ...planner.answers.candidate import Candidate
 from ...planner.answers.search import InfeasibleError, SearchResult, adopted
 from ...planner.answers.verdict import FITS
 from ...planner.cost.estimate import estimate
-from ...planner.cost.refit import NOISE, slower
 from ...planner.plan.document import Plan
-from ...profiler.machine.cluster import ClusterSpec, Device
+from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.machine.units import format_seconds
 from ...profiler.model.model_profile import ModelProfile
 from ..reporting.switching import WORTH, Switching, pays_after
-from .slow_hosts import HostSpeeds, SlowHost
+from .slow_hosts import HostSpeeds, SlowHost, slower_cluster
 
 
 @dataclass(frozen=True)
@@ -50,20 +49,6 @@ class WaysOn:
         return f"start the job without {self.slow}"
 
 
-def slower_cluster(cluster: ClusterSpec, slow: Sequence[SlowHost]) -> ClusterSpec:
-    """The cluster with devices in the slow hosts that take so much longer for everything that they compute. Hosts that
-    differ by no more than repeats of a run do are one kind: their mean."""
-    devices: dict[int, Device] = {}
-    left = sorted(slow, key=lambda each: each.ratio)
-    while left:
-        alike = [each for each in left if each.ratio <= left[0].ratio * (1 + NOISE)]
-        left = left[len(alike) :]
-        ratio = sum(each.ratio for each in alike) / len(alike)
-        for each in alike:
-            devices[each.host] = slower(cluster.device_of(each.ranks[0]), ratio, "by the telemetry of a run")
-    return cluster.changed(devices)
-
-
 def without_slow(cluster: ClusterSpec, slow: Sequence[SlowHost]) -> ClusterSpec | None:
     """The cluster without the slow hosts; where it is one host, without the devices of its slow ranks. None if nothing
     would be left."""
@@ -88,7 +73,10 @@ def ways_on(
     """What a run can do about its slow hosts. search: the best plan for a cluster; raises InfeasibleError. speeds: with
     a slow host. cost: None where it is not known. may_stay: whether the plan as it is may be the best, where the search
     found none that is faster in its time. Raises InfeasibleError if no plan fits on all hosts."""
-    now, rest = slower_cluster(plan.cluster, speeds.slow), without_slow(plan.cluster, speeds.slow)
+    now, rest = (
+        slower_cluster(plan.cluster, speeds.slow),
+        without_slow(plan.cluster, speeds.slow),
+    )
     on_now = plan.model_copy(update={"cluster": now})
     stay = estimate(on_now, profile)
     stay_s = stay.step_time_s

@@ -76,9 +76,9 @@ class Pool:
         self._found: dict[str, Entrant] = {}
 
     def add(self, plan: Plan, by: str, label: str = "") -> None:
-        """A plan, unless it is there, or is not run by the executor."""
-        key = key_of(plan)
-        if key in self._found or not_run(plan) or check(plan, self._profile):
+        """A plan, unless it is there, is not run by the executor, or needs hosts in another order than they are in."""
+        key, hosts = key_of(plan), plan.cluster.first_hosts
+        if key in self._found or list(hosts) != sorted(hosts) or not_run(plan) or check(plan, self._profile):
             return
         name = self._free(label or _name(plan))
         priced, found = on_cluster(plan, plan.cluster, self._profile)

@@ -23,6 +23,7 @@ from ...profiler.model.model_profile import ModelProfile
 from ..measuring.measured_steps import computed_s
 from ..measuring.measurement import quantile
 from ..measuring.significance import Apart, paired
+from ..measuring.slow_hosts import SlowHost, slow_in_laps, slower_cluster
 from ..reporting.run_report import WARM_UP_STEPS
 from .cut_down import Unseen
 from .entrants import (
@@ -138,7 +139,7 @@ class MemoryRow:
 class Tuned:
     """The outcome: the plan (the best measured one; the best predicted one where none could be measured), constants for
     the next model, every candidate the fastest first, and how it ended. smaller: what ran in the place of candidates,
-    in words; "" where they ran themselves. memory: of all that ran."""
+    in words; "" where they ran themselves. memory: of all that ran. slow: hosts that compute slower than the others."""
 
     plan: Plan
     label: str
@@ -152,6 +153,7 @@ class Tuned:
     interrupted: bool = False
     memory: tuple[MemoryRow, ...] = ()
     smaller: str = ""
+    slow: tuple[SlowHost, ...] = ()
 
 
 class Tuning:
@@ -168,6 +170,7 @@ class Tuning:
         self._steps_s: dict[str, float] = {}
         self._result: SearchResult | None = None
         self._memory: MemoryRefit | None = None
+        self._slow: tuple[SlowHost, ...] = ()
         self._fitted_laps = 0
         self._out: set[str] = set()
         self._random = random.Random(job.seed + len(record.lines))
@@ -265,7 +268,7 @@ class Tuning:
 
     def _let_in(self, entrants: Sequence[Entrant], number: int) -> bool:
         """Candidates into the record. Whether any takes part."""
-        before = {each.label: each.predicted_s for each in self._pool.priced(self._base)}
+        before = {each.label: each.predicted_s for each in self._pool.priced(self.job.cluster)}
         for each in entrants:
             self.record.add(
                 EntrantLine(
@@ -379,14 +382,34 @@ class Tuning:
         )
 
     def _fit(self) -> None:
+        self._slow = self._slow_hosts()
+        self._base = self.job.cluster
+        if self._slow:
+            self._base = slower_cluster(self.job.cluster, self._slow, "as ranks computed in plan tune")
         self.say("fitting the constants to what was measured")
         self._factors = fitted(self._base, self._runs(), self.job.knobs)
-        self._cluster = self._with_known_memory(turned_hosts(self._base, self._factors))
         seen = self._memory_seen()
-        if seen:
-            self._memory = refit_memory(self._base.device, seen)
-            self._cluster = self._memory.at(self._cluster, len(seen))
+        self._memory = refit_memory(self.job.cluster.device, seen) if seen else None
+        self._cluster = self._turned(self._base)
         self._fitted_laps = self._num_laps()
+
+    def _turned(self, cluster: ClusterSpec) -> ClusterSpec:
+        """A cluster with the constants and the memory that were fitted."""
+        found = self._with_known_memory(turned_hosts(cluster, self._factors))
+        return found if self._memory is None else self._memory.at(found, len(self._memory.after))
+
+    def _slow_hosts(self) -> tuple[SlowHost, ...]:
+        """Hosts that compute slower than the others by what was measured, of a cluster that is told to be of one
+        kind."""
+        if len(self.job.cluster.kinds) > 1:
+            return ()
+        ran = [
+            (self._ran(label)[0], [lap.rank_compute_s for lap in laps]) for label, laps in self.record.laps().items()
+        ]
+        found = slow_in_laps(ran)
+        for each in found:
+            self.say(str(each))
+        return found
 
     def _memory_seen(self) -> list[MeasuredMemory]:
         """The fullest process of every pipeline coordinate of all that ran."""
@@ -495,12 +518,13 @@ class Tuning:
         standings = self._standings(leader)
         first = next((each for each in standings if each.label == leader), None)
         plan = result.plan if first is None else self._document(first)
-        device = refitted(self._base, self._cluster, self._factors, len(laps))
+        device = refitted(self.job.cluster, self._turned(self.job.cluster), self._factors, len(laps))
         label = self._pool.label_of(result.plan) if first is None else first.label
         rounds = max((line.round for line in self.record.entrants().values()), default=0)
         memory = self._memory_rows()
         return Tuned(
-            plan, label, device, self._factors, standings, agreed, reason, rounds, self._at_s(), interrupted, memory
+            *(plan, label, device, self._factors, standings, agreed, reason, rounds, self._at_s(), interrupted, memory),
+            slow=self._slow,
         )
 
     def _standings(self, leader: str | None) -> tuple[Contender, ...]:

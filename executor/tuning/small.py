@@ -14,6 +14,7 @@ from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
 from ..measuring.measured_steps import computed_s
 from ..measuring.measurement import quantile
+from ..measuring.slow_hosts import SlowHost
 from .cut_down import CannotCutError, ProfileWithout, SmallerJob, Unseen, cut_down, unseen
 from .entrants import Entrant, Pool, challengers, key_of, on_cluster
 from .jobs import Track
@@ -209,6 +210,10 @@ class SmallTuning(Tuning):
     def _ran(self, label: str) -> tuple[Plan, ModelProfile, int | None]:
         line = self.record.stand_ins()[label]
         return line.plan, self._profile_of(line), line.rank
+
+    def _slow_hosts(self) -> tuple[SlowHost, ...]:
+        """Not looked for: what runs is on few hosts of the job, or on none."""
+        return ()
 
     def _runs(self) -> list[MeasuredStep]:
         found = []
