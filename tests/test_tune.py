@@ -15,7 +15,15 @@ from meshwright.executor.measuring.slow_hosts import SlowHost, slower_cluster
 from meshwright.executor.reporting.tune_page import tune_page
 from meshwright.executor.reporting.tune_report import sentences
 from meshwright.executor.tuning import rounds
-from meshwright.executor.tuning.entrants import Entrant, Pool, challengers, could_be_best, missed_by, to_beat_s
+from meshwright.executor.tuning.entrants import (
+    Entrant,
+    Pool,
+    challengers,
+    could_be_best,
+    missed_by,
+    on_cluster,
+    to_beat_s,
+)
 from meshwright.executor.tuning.jobs import Fallen, Lap, LaunchedJob, cause_of, filled, processes_with, read_launcher
 from meshwright.executor.tuning.race import in_words, lap_steps, leader_of, out_after
 from meshwright.executor.tuning.record import LapLine, Record, load_record
@@ -121,6 +129,28 @@ def test_a_slow_host_is_found_by_what_ranks_compute_and_planned_for(tmp_path: Pa
     assert found.device.matmul_efficiency == pytest.approx(
         turned(CLUSTER.device, found.factors).matmul_efficiency, rel=1e-6
     )
+
+
+def test_a_plan_for_slower_hosts_is_priced_as_if_they_were_not() -> None:
+    known = slower_cluster(TWO_HOSTS, [SlowHost(1, (2, 3), SLOW, SLOW, SLOW, True)])
+    plan = search(PROFILE, known, TRAINING, pins=Pins(pipeline=2), time_limit_s=5.0).plan
+
+    found = on_cluster(plan, TWO_HOSTS, PROFILE)[1]
+
+    assert found.step_time_s == estimate(plan.model_copy(update={"cluster": TWO_HOSTS}), PROFILE).step_time_s
+    assert found.step_time_s < on_cluster(plan, known, PROFILE)[1].step_time_s
+
+
+def test_a_plan_that_takes_hosts_in_another_order_does_not_race() -> None:
+    known = slower_cluster(TWO_HOSTS, [SlowHost(1, (2, 3), SLOW, SLOW, SLOW, True)])
+    plan = search(PROFILE, known, TRAINING, time_limit_s=5.0).plan
+    turned_round = plan.model_copy(update={"cluster": known.ordered_by(known.first_hosts[::-1])})
+    pool = Pool(PROFILE, Pins())
+
+    for each in (turned_round, plan):
+        pool.add(each, "the search")
+
+    assert [each.plan.cluster.first_hosts for each in pool.priced(known)] == [known.first_hosts]
 
 
 class CrookedTrack(HiddenTrack):

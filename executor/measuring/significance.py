@@ -64,9 +64,15 @@ def standing(found: Mapping[str, Measurement], reference: str) -> Standing | Non
 
 def _apart(label: str, other: str, medians: Mapping[str, Sequence[float]], pairs: int) -> Apart:
     logs = [one - two for one, two in zip(medians[label], medians[other], strict=True)]
+    return Apart(label, other, *ratio_of(logs, pairs))
+
+
+def ratio_of(logs: Sequence[float], ratios: int) -> tuple[float, float, float]:
+    """The geometric mean of a ratio whose logarithms were seen, and Student's interval around it, which holds for so
+    many ratios together."""
     mean = sum(logs) / len(logs)
-    half = _half_width(logs, (1.0 - CONFIDENCE) / pairs)
-    return Apart(label, other, math.exp(mean), math.exp(mean - half), math.exp(min(mean + half, 700.0)))
+    half = _half_width(logs, (1.0 - CONFIDENCE) / ratios)
+    return math.exp(mean), math.exp(mean - half), math.exp(min(mean + half, 700.0))
 
 
 def paired(medians: Mapping[str, Mapping[int, float]], leader: str) -> dict[str, Apart]:

@@ -31,7 +31,7 @@ from ..reporting.run_diagnosis import UNKNOWN
 from ..reporting.run_report import WARM_UP_STEPS, check_run_of
 from ..run_document import load_run
 from .measurement import quantile
-from .significance import CONFIDENCE
+from .significance import CONFIDENCE, ratio_of
 
 Floats = NDArray[np.float64]
 
@@ -125,8 +125,9 @@ def host_speeds(plan: Plan, profile: ModelProfile, path: Path) -> HostSpeeds:
 
 def slow_in_laps(ran: Sequence[tuple[Plan, Sequence[tuple[float, ...]]]]) -> tuple[SlowHost, ...]:
     """Hosts on which ranks computed slower than on the others in laps of several plans on one cluster, by those plans
-    that give ranks of other hosts the same layers. ran: (plan, [lap][rank] -> seconds that it computes in a step)."""
-    ratios: dict[int, list[float]] = {}
+    that give ranks of other hosts the same layers. Laps are few, and medians of steps, so that the interval is
+    Student's. ran: (plan, [lap][rank] -> seconds that it computes in a step)."""
+    logs: dict[int, list[float]] = {}
     hosts: list[int] = []
     for plan, laps in ran:
         ranks = range(plan.degrees.num_devices)
@@ -137,13 +138,12 @@ def slow_in_laps(ran: Sequence[tuple[Plan, Sequence[tuple[float, ...]]]]) -> tup
             taken = np.maximum(np.array(known), 1e-9)
             others, beside = _others(taken, hosts, work, hosts[rank], work[rank])
             if beside:
-                ratios.setdefault(rank, []).extend((taken[:, rank] / others).tolist())
+                logs.setdefault(rank, []).extend(np.log(taken[:, rank] / others).tolist())
     slow: dict[int, list[SlowHost]] = {}
-    for rank, found in ratios.items():
-        place, each = _place(len(found), len(hosts)), sorted(found)
-        if len(found) >= _fewest(len(hosts)) and each[place] > 1 + NOISE:
-            told = SlowHost(hosts[rank], (rank,), float(np.median(each)), each[place], each[-1 - place], True)
-            slow.setdefault(hosts[rank], []).append(told)
+    for rank, found in logs.items():
+        ratio, low, high = ratio_of(found, len(logs))
+        if low > 1 + NOISE:
+            slow.setdefault(hosts[rank], []).append(SlowHost(hosts[rank], (rank,), ratio, low, high, True))
     return tuple(_slowest(slow[host]) for host in sorted(slow))
 
 

@@ -59,9 +59,15 @@ def key_of(plan: Plan) -> str:
     return f"{plan.cluster.first_hosts}{told}"
 
 
+def in_order(plan: Plan) -> bool:
+    """Whether a plan takes the hosts in the order in which they stand."""
+    return list(plan.cluster.first_hosts) == sorted(plan.cluster.first_hosts)
+
+
 def on_cluster(plan: Plan, cluster: ClusterSpec, profile: ModelProfile) -> tuple[Plan, Estimate]:
     """A plan with its price on the same hosts with other constants."""
-    hosts = cluster if len(plan.cluster.kinds) == 1 else cluster.ordered_by(plan.cluster.first_hosts)
+    alike = len(cluster.kinds) == 1
+    hosts = cluster if alike or in_order(plan) else cluster.ordered_by(plan.cluster.first_hosts)
     moved = plan.model_copy(update={"cluster": hosts, "certificate": None, "alternatives": (), "measured": None})
     found = estimate(moved, profile)
     return moved.model_copy(update={"prediction": prediction_of(found)}), found
@@ -77,8 +83,8 @@ class Pool:
 
     def add(self, plan: Plan, by: str, label: str = "") -> None:
         """A plan, unless it is there, is not run by the executor, or needs hosts in another order than they are in."""
-        key, hosts = key_of(plan), plan.cluster.first_hosts
-        if key in self._found or list(hosts) != sorted(hosts) or not_run(plan) or check(plan, self._profile):
+        key = key_of(plan)
+        if key in self._found or not in_order(plan) or not_run(plan) or check(plan, self._profile):
             return
         name = self._free(label or _name(plan))
         priced, found = on_cluster(plan, plan.cluster, self._profile)
