@@ -151,6 +151,8 @@ def test_a_plan_that_takes_hosts_in_another_order_does_not_race() -> None:
         pool.add(each, "the search")
 
     assert [each.plan.cluster.first_hosts for each in pool.priced(known)] == [known.first_hosts]
+    pool.add(on_cluster(plan, TWO_HOSTS, PROFILE)[0], "the search")
+    assert len(pool.priced(known)) == 1, "it is the same plan where hosts are not known to be slower"
 
 
 class CrookedTrack(HiddenTrack):

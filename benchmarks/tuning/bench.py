@@ -20,7 +20,7 @@ from meshwright.executor.tuning.rounds import Job, Tuning
 from meshwright.executor.tuning.sitting import Venue, header_of, open_record
 from meshwright.planner.answers.guidance import NAMED_RULES
 from meshwright.planner.answers.search import search
-from meshwright.planner.cost.refit import turned, turned_hosts
+from meshwright.planner.cost.refit import turned
 from meshwright.planner.plan.document import Plan
 from meshwright.profiler.machine.cluster import ClusterSpec, Device, HostGroup, load_device
 
@@ -112,7 +112,7 @@ def run_case(case: Case, cluster: Cluster, hosts: list[Host], budget_s: float, s
     true_s = {label: truth[shared[label]] for label in plans if shared[label] in truth}
     best = min(truth, key=lambda label: truth[label])
     tried = {shared[each.label] for each in tuned.standings if each.measured is not None}
-    fitted = turned_hosts(spec, tuned.factors)
+    fitted = tuned.plan.cluster
     errors = {
         label: {
             "tried": label in tried,

@@ -56,7 +56,7 @@ def key_of(plan: Plan) -> str:
     told = plan.model_dump_json(
         exclude={"certificate", "prediction", "alternatives", "cluster", "measured", "versions"}
     )
-    return f"{plan.cluster.first_hosts}{told}"
+    return told if in_order(plan) else f"{plan.cluster.first_hosts}{told}"
 
 
 def in_order(plan: Plan) -> bool:
