@@ -13,7 +13,7 @@ import pytest
 from meshwright.executor.measuring.significance import Apart, paired
 from meshwright.executor.measuring.slow_hosts import SlowHost, slower_cluster
 from meshwright.executor.reporting.tune_page import tune_page
-from meshwright.executor.reporting.tune_report import sentences
+from meshwright.executor.reporting.tune_report import sentences, tuned_document
 from meshwright.executor.tuning import rounds
 from meshwright.executor.tuning.entrants import (
     Entrant,
@@ -126,6 +126,7 @@ def test_a_slow_host_is_found_by_what_ranks_compute_and_planned_for(tmp_path: Pa
     assert max(errors) < 0.05
     assert track.true_s(found.plan) <= 1.01 * best.certificate.fastest_s
     assert any("host 1 (ranks 2, 3) computes 1.50 times as long" in line for line in sentences(found))
+    assert [each["host"] for each in tuned_document(found, [])["slow_hosts"]] == [1]
     assert found.device.matmul_efficiency == pytest.approx(
         turned(CLUSTER.device, found.factors).matmul_efficiency, rel=1e-6
     )

@@ -131,7 +131,7 @@ def sentences(found: Tuned) -> list[str]:
             f"{max(before):.1%} at worst, after the fit by {_median(after):.1%} and {max(after):.1%} (of these same "
             "plans)"
         )
-    lines += [f"{each}: the plan knows, and gives it less where that pays" for each in found.slow]
+    lines += [f"{each}; the plan is for hosts that differ so" for each in found.slow]
     if found.factors:
         told = sorted(found.factors.items(), key=lambda item: -abs(math.log(item[1])))
         lines.append("what moved most: " + ", ".join(f"{name} x {factor:.2f}" for name, factor in told[:4]))
@@ -229,5 +229,6 @@ def tuned_document(found: Tuned, notes: list[str]) -> dict[str, Any]:
             for each in found.standings
         ],
         "memory": [asdict(each) for each in found.memory],
+        "slow_hosts": [asdict(each) for each in found.slow],
         "notes": notes,
     }
