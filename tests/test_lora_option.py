@@ -11,7 +11,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.executor.commands.inputs import model_of
-from meshwright.planner.answers.search import search
+from meshwright.planner.answers.search import InfeasibleError, search
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.plan.document import Plan, load_plan
@@ -21,6 +21,7 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.adapters import Adapters, read_adapters, with_lora
+from meshwright.profiler.model.frozen import in_bf16
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.source import file_of
@@ -268,6 +269,25 @@ def test_a_base_in_fewer_bits_takes_less_memory_and_is_passed_as_it_is_kept(
     forward = [model.working_bytes(model.kinds[1], shape, "none")[0] for model in models]
     assert forward[1] - forward[0] == pytest.approx(2 * _WEIGHT if base == "nf4" else 0.0)
     assert (after.step_time_s > before.step_time_s) == (base == "nf4")
+
+
+def test_where_only_a_base_in_16_bits_fits_that_is_a_way_out(net: str) -> None:
+    pytest.importorskip("peft")
+    Path(net).write_text(NET.replace("net(32)", "net(4096)"))
+    plain, half = (trace(load_model(net, lora=f"r=4{more}")) for more in ("", ",base=bf16"))
+    device = load_device("a100-80gb")
+    job = TrainingSpec(global_batch=1, precision="bf16", seq_len=plain.seq_len)
+    leanest = search(plain, cluster_of(device, 1), job, pins=Pins(recompute="full")).plan
+    needs = [
+        estimate(leanest.model_copy(update={"model": reference_of(each)}), each).memory[0].device_bytes
+        for each in (plain, half)
+    ]
+    small = cluster_of(device.model_copy(update={"memory": sum(needs) / 2 / (1 - job.memory_margin)}), 1)
+
+    with pytest.raises(InfeasibleError, match=r"a base in 16 bits \(--lora r=4,base=bf16\)"):
+        search(plain, small, job)
+    assert search(half, small, job).estimate.fits
+    assert [each.parameters for each in in_bf16(plain).classes] == [each.parameters for each in half.classes]
 
 
 def test_what_is_packed_is_priced_only_and_exported_to_those_that_run_it(

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 from ...profiler.machine.cluster import cluster_of, device_names, load_device
 from ...profiler.machine.units import format_bytes, format_seconds
+from ...profiler.model.frozen import in_bf16
+from ...profiler.model.source import LORA
 from ..cost.estimate import Estimate, estimate
 from ..plan.document import Plan, parts_of
 from ..plan.legality import divisors
@@ -178,6 +180,11 @@ def _changes(explorer: Explorer, pins: Pins, smallest: Fewest, closest: Closest)
     margin = _margin(closest, explorer.training.memory_margin)
     if margin is not None:
         yield f"a memory margin of {margin:.1%} (--memory-margin {margin:.3f})"
+    adapters = explorer.profile.source.partition(LORA)[2]
+    if adapters and not any(each.kept_as for of in explorer.profile.classes for each in of.parameters):
+        halved = Explorer(in_bf16(explorer.profile), explorer.cluster, explorer.training, explorer.framework)
+        if fits(halved, pins, time.monotonic() + EACH_S):
+            yield f"a base in 16 bits (--lora {adapters},base=bf16)"
     if smallest.count is not None:
         cluster = explorer.cluster
         kind = "of this kind" if len(cluster.kinds) == 1 else f"like {cluster.device.name}, all of them,"

@@ -8,7 +8,7 @@ in forward and backward, and let go of after it.
 
 from typing import TYPE_CHECKING
 
-from .model_profile import Bytes, Costs, KeptAs, LayerClass, OpPart, OpProfile, ParameterProfile
+from .model_profile import Bytes, Costs, KeptAs, LayerClass, ModelProfile, OpPart, OpProfile, ParameterProfile
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,6 +38,22 @@ def kept_as(module: "nn.Module") -> dict[str, KeptAs]:
             if how and not parameter.requires_grad:
                 found[f"{prefix}.{own}".lstrip(".")] = how
     return found
+
+
+def in_bf16(profile: ModelProfile) -> ModelProfile:
+    """A profile as if what is frozen were kept in bf16, but for what is kept in fewer bits than others anyway."""
+    classes = [
+        each.model_copy(
+            update={
+                "parameters": tuple(
+                    one if one.trainable or one.kept_as else one.model_copy(update={"kept_as": "bf16"})
+                    for one in each.parameters
+                )
+            }
+        )
+        for each in profile.classes
+    ]
+    return profile.model_copy(update={"classes": tuple(classes)})
 
 
 def unpacked(layer_class: LayerClass) -> LayerClass:
