@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from benchmarks.accuracy.played import SMALLEST_BYTES, play, ranks_to_play
 from meshwright.executor.commands.inputs import model_of
 from meshwright.planner.answers.search import InfeasibleError, search
 from meshwright.planner.cost.estimate import estimate
@@ -269,6 +270,35 @@ def test_a_base_in_fewer_bits_takes_less_memory_and_is_passed_as_it_is_kept(
     forward = [model.working_bytes(model.kinds[1], shape, "none")[0] for model in models]
     assert forward[1] - forward[0] == pytest.approx(2 * _WEIGHT if base == "nf4" else 0.0)
     assert (after.step_time_s > before.step_time_s) == (base == "nf4")
+
+
+@pytest.mark.parametrize("base", [pytest.param("", marks=pytest.mark.slow), ",base=bf16"])
+@pytest.mark.parametrize(
+    "pins",
+    [
+        pytest.param(Pins(data_shard=4, tensor=1, pipeline=1, micro_batch=4), id="kept"),
+        pytest.param(
+            Pins(data_shard=2, data_replicate=2, pipeline=1, micro_batch=2, gradient_sync="every", reshard=True),
+            id="given back",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(Pins(data_shard=2, tensor=2, pipeline=1, micro_batch=2), id="cut", marks=pytest.mark.slow),
+    ],
+)
+def test_memory_and_traffic_of_a_frozen_base_are_those_of_the_executor(net: str, pins: Pins, base: str) -> None:
+    """What arrives for a forward lies beside what came before it: with gradients that is never the peak."""
+    pytest.importorskip("peft")
+    Path(net).write_text(NET.replace("net(32)", "net(512)"))
+    loaded = load_model(net, lora=f"r=4{base}")
+    profile = trace(loaded)
+    plan = _planned(profile, pins)
+    found = estimate(plan, profile)
+
+    for rank in ranks_to_play(plan):
+        played = play(loaded, plan, rank)
+        assert found.memory[played.stage].allocated_bytes == pytest.approx(played.peak_bytes, rel=0.01)
+        counted = {key: (passed.bytes, passed.calls) for key, passed in played.passed.items()}
+        assert counted == {(e.axis, e.kind): (e.bytes, e.calls) for e in found.collectives if e.bytes >= SMALLEST_BYTES}
 
 
 def test_where_only_a_base_in_16_bits_fits_that_is_a_way_out(net: str) -> None:

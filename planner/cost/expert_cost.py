@@ -26,6 +26,9 @@ class Spread:
     reduced: float
 
 
+NO_ELEMENTS = Spread(0.0, 0.0, 0.0)
+
+
 def spread(elements: float, of_experts: float, shape: Shape) -> Spread:
     """A layer's elements, of which `of_experts` belong to experts. Each expert rank holds 1/expert of those, sharded
     over the ranks that hold the same experts."""

@@ -7,6 +7,7 @@ from functools import cached_property
 from ...profiler.model.model_profile import ZERO, Costs, amount_at
 from ..plan.document import Recompute, parts_of
 from ..plan.shape import LayerOption, Shape
+from .expert_cost import NO_ELEMENTS
 from .kept import kept, memo_by
 from .kinds import Kind
 from .layer_elements import LayerElements
@@ -178,16 +179,19 @@ class LayerBytes(LayerElements):
             new = max(sizes, default=0) * state.new_gradient or trainable.gathered * MASTER_BYTES - kept
             most = max(working.forward, working.backward + (max(0.0, new) if again else 0.0), new)
             return Transients(most, most, -math.inf)
-        ahead = self.fetched_ahead(kind, shape) if resharded and shape.sharded_over > 1 else None
+        before = self.fetched_ahead(kind, shape)
+        fetched, fetched_trainable = self.spread_of(before, shape) if before else (NO_ELEMENTS, NO_ELEMENTS)
+        frozen = total.gathered - trainable.gathered + fetched.gathered - fetched_trainable.gathered
         turn = Turn(
             copy=total.gathered * state.gathered,
-            fetched=self.spread_of(ahead, shape)[0].gathered * state.gathered if ahead else 0.0,
+            fetched=fetched.gathered * state.gathered,
             new=trainable.gathered * self.training.compute_bytes,
             whole=trainable.reduced * MASTER_BYTES,
             sharded_over=float(shape.sharded_over),
             resharded=resharded,
             copies_stay=state.copies_stay,
             in_root=kind.is_in_root(shape),
+            frozen=frozen * state.gathered,
         )
         return transients(working, turn, kept, self.profile.returns_loss)
 

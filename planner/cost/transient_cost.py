@@ -22,7 +22,8 @@ class Turn(Generic[Values]):
     """Bytes of parameters and gradients in a layer's turn under fully_shard. copy: its gathered parameters; fetched:
     those of the layer that is fetched ahead of it; new: its gradients in compute dtype; whole: in fp32, until they are
     reduced to `sharded_over` ranks. resharded: it gives its gathered parameters back; copies_stay: what is kept
-    gathered stays until the last micro-batch; in_root: the root of fully_shard has them."""
+    gathered stays until the last micro-batch; in_root: the root of fully_shard has them. frozen: of the layer's copy
+    and of that of the one before it, what has no gradients."""
 
     copy: Values
     fetched: Values
@@ -32,6 +33,7 @@ class Turn(Generic[Values]):
     resharded: Flag
     copies_stay: Flag
     in_root: bool
+    frozen: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ class Transients(Generic[Values]):
 
 def transients(working: Working[Values], turn: Turn[Values], kept: Values, returns_loss: bool) -> Transients[Values]:
     """The most of a layer's forward, of its backward, and of its reduction: gradients in compute dtype, and in fp32
-    until they are reduced. kept: bytes of its activations, which are gone by then."""
+    until they are reduced. kept: bytes of its activations, which are gone by then. What arrives for the forward lies in
+    a buffer beside the parameters that are copied out of it, and so does, until then, what came for the layer before;
+    gradients take more than both, where there are any."""
     several, nothing = turn.sharded_over > 1, 0.0 * turn.copy
     own: Values = choose(turn.resharded, turn.copy, 0.0)
     again: Values = choose(turn.resharded, turn.fetched, 0.0)
@@ -64,6 +68,8 @@ def transients(working: Working[Values], turn: Turn[Values], kept: Values, retur
         backward = working.backward + most(turn.new - working.passed, 0.0)
     waiting = backward + own + fetched
     between = most(most(beside, forward + own + arrived), waiting)
+    if turn.frozen and not turn.in_root:
+        between = most(between, own + choose(several, turn.frozen, 0.0) - kept)
     if turn.in_root:
         return Transients(between, between, waiting)
     made: Values = choose(turn.copies_stay, 0.0, turn.new)
