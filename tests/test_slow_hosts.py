@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.executor.measuring.replanning import replanning
-from meshwright.executor.measuring.slow_hosts import HostSpeeds, SlowHost, host_speeds, slower_cluster
+from meshwright.executor.measuring.slow_hosts import HostSpeeds, SlowHost, host_speeds, slow_in_laps, slower_cluster
 from meshwright.executor.measuring.slower_cluster import ways_on, without_slow
 from meshwright.executor.reporting.run_report import run_table
 from meshwright.executor.reporting.switching import Switching
@@ -396,3 +396,22 @@ def test_a_search_that_ends_early_leaves_the_plan_as_it_is_and_what_does_not_fit
     assert kept_to.chosen.pays.startswith("it does not pay: 7.")
     assert ways.rows[2].step_s is None
     assert ways.rows[2].pays == "does not fit by 6.3 GiB"
+
+
+@pytest.mark.parametrize(("laps", "hosts"), [(1, []), (3, [1])])
+def test_a_slow_host_shows_in_few_laps_but_not_in_one(laps: int, hosts: list[int]) -> None:
+    taken = [(1.0 + 0.001 * lap, 1.0, 1.5, 1.5 + 0.002 * lap) for lap in range(laps)]
+
+    assert [each.host for each in slow_in_laps([(REPLICAS, taken)])] == hosts
+    assert slow_in_laps([(REPLICAS, [tuple(sorted(lap)) for lap in taken[:1]])]) == ()
+
+
+def test_one_host_is_beside_no_other() -> None:
+    alone = REPLICAS.model_copy(update={"cluster": cluster_of(REPLICAS.cluster.device, 4, 4)})
+
+    assert slow_in_laps([(alone, [(1.0, 1.0, 1.5, 1.5)] * 5)]) == ()
+
+
+def test_laps_that_do_not_tell_what_ranks_compute_show_nothing() -> None:
+    assert slow_in_laps([(REPLICAS, [(), ()])]) == ()
+    assert slow_in_laps([]) == ()

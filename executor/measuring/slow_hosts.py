@@ -134,7 +134,7 @@ def slow_in_laps(ran: Sequence[tuple[Plan, Sequence[tuple[float, ...]]]]) -> tup
         known = [lap for lap in laps if len(lap) == len(ranks)]
         hosts = [plan.cluster.host_of(rank)[0] for rank in ranks]
         work = [(plan.coordinates(rank)["pipeline"], 0) for rank in ranks]
-        for rank in ranks if known else ():
+        for rank in ranks if known and len(set(hosts)) > 1 else ():
             taken = np.maximum(np.array(known), 1e-9)
             others, beside = _others(taken, hosts, work, hosts[rank], work[rank])
             if beside:
