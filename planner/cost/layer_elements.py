@@ -31,11 +31,11 @@ class LayerElements(JobModel):
         is kept; where it is not sharded there is no copy of it."""
         return item.elements * item.bytes_kept / self.training.compute_bytes if shape.sharded_over > 1 else 0.0
 
-    def _stored_beyond(self, kind: Kind, shape: Shape, without: frozenset[str]) -> float:
-        """Elements that such parameters count for where they are stored, beyond those while gathered."""
-        fewer = [item for item in self.held(kind, shape) if item.bytes_kept and item.name not in without]
+    def _stored(self, kind: Kind, shape: Shape, without: frozenset[str]) -> float:
+        """Elements of a layer on one tensor rank by what they take where they are stored."""
         own_bytes = self.training.compute_bytes if self.software.memory.pure else MASTER_BYTES
-        return sum(item.elements * item.bytes_kept / own_bytes - self._gathered(item, shape) for item in fewer)
+        held = (item for item in self.held(kind, shape) if item.name not in without)
+        return sum(item.elements * (item.bytes_kept / own_bytes if item.bytes_kept else 1.0) for item in held)
 
     def held(self, kind: Kind, shape: Shape) -> tuple[HeldParameter, ...]:
         """Parameters of a layer as one tensor rank has them."""
@@ -78,8 +78,10 @@ class LayerElements(JobModel):
             self.elements(kind, shape, without | of_experts) if of_experts else (total, trainable)
         )
         found = spread(total, total - others, shape)
-        stored = found.stored + self._stored_beyond(kind, shape, without)
-        return replace(found, stored=stored), spread(trainable, trainable - others_trainable, shape)
+        if any(item.bytes_kept for item in self.held(kind, shape)):
+            kept, beside = (self._stored(kind, shape, left_out) for left_out in (without, without | of_experts))
+            found = replace(found, stored=spread(kept, kept - beside, shape).stored)
+        return found, spread(trainable, trainable - others_trainable, shape)
 
     def stored_elements(self, kind: Kind, shape: Shape) -> tuple[float, float]:
         """(all, trainable) elements of a layer, as if all were sharded over the ranks that share its other ones."""

@@ -73,7 +73,8 @@ def tensor_rule(profile: ModelProfile, tensor: int) -> str | None:
         return None
     cuts = inner_cuts(profile)
     if not cuts:
-        return "tensor: no layer can be cut"
+        because = ", because its frozen weights are kept in 4 bits" if profile.packed else ""
+        return f"tensor: no layer can be cut{because}"
     whole = undivided(cuts, tensor)
     if whole is None:
         return None
