@@ -19,6 +19,7 @@ from meshwright.planner.plan.document import Plan, load_plan
 from meshwright.planner.plan.making import reference_of, shape_of
 from meshwright.planner.plan.not_run import not_run
 from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.shape import Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.adapters import Adapters, read_adapters, with_lora
@@ -28,6 +29,8 @@ from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.source import file_of
 from meshwright.profiler.model.trace import trace
 from support.cli import run_plan
+from support.synthetic import layer_class, with_experts
+from support.synthetic import profile as synthetic
 
 NET = """
 import torch
@@ -318,6 +321,34 @@ def test_where_only_a_base_in_16_bits_fits_that_is_a_way_out(net: str) -> None:
         search(plain, small, job)
     assert search(half, small, job).estimate.fits
     assert [each.parameters for each in in_bf16(plain).classes] == [each.parameters for each in half.classes]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(1, 4, 1, 1, 1, 4),
+        Shape(1, 4, 1, 1, 1, 4, expert=2),
+        Shape(1, 2, 2, 1, 1, 4, expert=4, sequence=True),  # over more ranks than shard the rest
+        Shape(2, 1, 2, 1, 1, 4, expert=2, sequence=True),
+    ],
+)
+def test_frozen_experts_over_ranks_take_half_in_16_bits(shape: Shape) -> None:
+    frozen = _all_frozen(synthetic([with_experts(layer_class("block", 1e9, 1_000_000, 1e6, 1e5), 4)], [0, 0, 0]))
+    cluster, job = cluster_of(load_device("a100-80gb"), 4), TrainingSpec(global_batch=16, precision="bf16", seq_len=64)
+    whole, half = (CostModel(each, cluster, job) for each in (frozen, in_bf16(frozen)))
+
+    for kind in whole.kinds_of_layers:
+        assert half.spread_of(kind, shape)[0].stored == pytest.approx(whole.spread_of(kind, shape)[0].stored / 2)
+
+
+def _all_frozen(profile: ModelProfile) -> ModelProfile:
+    classes = [
+        each.model_copy(
+            update={"parameters": tuple(one.model_copy(update={"trainable": False}) for one in each.parameters)}
+        )
+        for each in profile.classes
+    ]
+    return profile.model_copy(update={"classes": tuple(classes)})
 
 
 def test_what_is_packed_is_priced_only_and_exported_to_those_that_run_it(
