@@ -256,3 +256,37 @@ def test_where_a_group_sits_equals_listing_all_groups(num_devices: int, per_host
 )
 def test_names_of_nvidia_smi_match_presets(name: str, memory_mib: float, preset: str | None) -> None:
     assert preset_of(name, memory_mib) == preset
+
+
+def test_hosts_behind_a_slower_link_are_of_a_kind_of_their_own(tmp_path: Path) -> None:
+    hosts = """
+[network]
+bandwidth = "50 GB/s"
+latency = "10 us"
+
+[[hosts]]
+count = 2
+device = "h100-80gb"
+
+[[hosts]]
+count = 2
+device = "h100-80gb"
+network = { bandwidth = "12.5 GB/s", latency = "30 us" }
+"""
+    cluster = load_cluster(cluster_file(tmp_path, hosts))
+
+    fast, slow = cluster.kinds
+    assert (cluster.network.bandwidth, cluster.between_hosts.bandwidth) == (50e9, 12.5e9)
+    assert (fast.between_hosts.bandwidth, slow.between_hosts.bandwidth) == (50e9, 12.5e9)
+    assert slow.between_hosts.latency == pytest.approx(30e-6)
+    assert cluster.kind_names == ("h100-80gb of host 0", "h100-80gb of host 2")
+    same = fast.changed({}, {1: slow.hosts[0].network})  # type: ignore[dict-item]
+    assert [group.count for group in same.hosts] == [1, 1]
+    assert fast.changed({}, {}).hosts == fast.changed({}).hosts
+
+
+def test_a_network_of_hosts_that_is_none_is_refused_with_its_place(tmp_path: Path) -> None:
+    hosts = '[[hosts]]\ndevice = "h100-80gb"\nnetwork = { bandwidth = "0 GB/s", latency = "1 us" }\n'
+
+    with pytest.raises(ValueError, match=r"\[\[hosts\]\] 1 of 1: network.bandwidth: it should be above 0"):
+        load_cluster(cluster_file(tmp_path, hosts))

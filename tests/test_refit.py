@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from meshwright.planner.cost.alone import kernels_s
+from meshwright.planner.cost.comm_cost import collective_s
 from meshwright.planner.cost.estimate import estimate
-from meshwright.planner.cost.refit import MeasuredStep, on_device, refit, turned
+from meshwright.planner.cost.layer_cost import CostModel
+from meshwright.planner.cost.refit import MeasuredCollective, MeasuredStep, most_open, on_device, refit, turned
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
@@ -147,3 +149,52 @@ def test_sources_tell_what_was_fitted_and_to_how_many_runs() -> None:
 def test_no_runs_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one run"):
         refit(PRESET, [])
+
+
+def priced(shape: Shape, on: Device) -> MeasuredStep:
+    """A step of one shape, as long as it takes on `on`."""
+    model = profile([layer_class("block", 4e10, 40_000_000, 2e6, 1e6)], [0] * 8)
+    option = LayerOption("none", shape.reshard)
+    training = TrainingSpec(global_batch=16, seq_len=64)
+    plan = make_plan(model, cluster(on=PRESET), training, shape, [[option] * 8] * shape.pipeline)
+    return MeasuredStep(shape.label, plan, model, estimate(on_device(plan, on), model).step_time_s)
+
+
+def test_collectives_that_are_timed_alone_tell_kinds_apart_that_all_runs_use_in_one_proportion() -> None:
+    truth = turned(PRESET, {"all_gather": 0.6, "reduce_scatter": 2.5, "link bandwidth": 0.5})
+    sharded = [
+        priced(Shape(1, 8, 1, 1, micro_batch=2, num_microbatches=1, reshard=True, gradient_sync=sync), truth)
+        for sync in ("every", "last")
+    ]
+    (first, *_) = sharded
+    links = CostModel(first.profile, on_device(first.plan, truth).cluster, first.plan.training).links(8, 1)
+    alone = [
+        MeasuredCollective(kind, 1e8, collective_s(kind, 1e8, links), first.plan, first.profile)
+        for kind in ("all_reduce", "all_gather", "reduce_scatter")
+    ]
+    names = ["link bandwidth", "all_reduce", "all_gather", "reduce_scatter"]
+    kept = priced(Shape(1, 8, 1, 1, micro_batch=2, num_microbatches=1, reshard=False, gradient_sync="last"), truth)
+
+    def off(device: Device) -> float:
+        return abs(estimate(on_device(kept.plan, device), kept.profile).step_time_s / kept.step_s - 1)
+
+    assert off(refit(PRESET, sharded, names, 0.02).device) > 0.1
+    assert off(refit(PRESET, sharded, names, 0.02, alone).device) < 0.02
+
+
+def test_what_collectives_tell_need_not_be_asked_of_runs() -> None:
+    found = runs(PRESET)[len(SHAPES) :]  # of the model that has more to exchange
+    model, (ddp, fsdp, *others) = found[0].profile, [run.plan for run in found]
+    others.append(ddp)
+    names = ["all_gather", "reduce_scatter", "link bandwidth"]
+    timed = [
+        MeasuredCollective(kind, size, np.nan, fsdp, model)
+        for kind in ("all_reduce", "all_gather", "reduce_scatter")
+        for size in (1e6, 1e8)
+    ]
+
+    before = most_open(PRESET, model, [fsdp], others, 9, names, 0.02)
+    after = most_open(PRESET, model, [fsdp], others, 9, names, 0.02, timed)
+
+    assert before
+    assert len(after) < len(before)

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from meshwright.executor.measuring.exchanges import Exchanged, expected_collectives
 from meshwright.executor.measuring.significance import Apart, paired
 from meshwright.executor.measuring.slow_hosts import SlowHost, slower_cluster
+from meshwright.executor.measuring.slow_links import SlowLink, with_slow_links
 from meshwright.executor.reporting.tune_page import tune_page
 from meshwright.executor.reporting.tune_report import sentences, tuned_document
 from meshwright.executor.tuning import rounds
@@ -31,7 +33,9 @@ from meshwright.executor.tuning.rounds import TEACHERS, Job, Tuned, Tuning, teac
 from meshwright.executor.tuning.sitting import Venue, check_cluster, header_of, open_record, read_budget
 from meshwright.planner.answers.search import SearchResult, search
 from meshwright.planner.cost.alone import kernels_s
+from meshwright.planner.cost.comm_cost import collective_s
 from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.refit import most_open, turned
 from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.pins import Pins
@@ -130,6 +134,53 @@ def test_a_slow_host_is_found_by_what_ranks_compute_and_planned_for(tmp_path: Pa
     assert found.device.matmul_efficiency == pytest.approx(
         turned(CLUSTER.device, found.factors).matmul_efficiency, rel=1e-6
     )
+
+
+FOUR_HOSTS = cluster_of(CLUSTER.device, 4, 1)
+NETWORK = {"network bandwidth": 0.1, "matmul": 0.7}
+
+
+class SlowLinkTrack(HiddenTrack):
+    """The last two hosts are behind slower links; ranks say what passes between hosts, and what collectives take."""
+
+    def __init__(self) -> None:
+        super().__init__(PROFILE, FOUR_HOSTS, NETWORK)
+        self._cluster = with_slow_links(self._cluster, [SlowLink(host, 2.0, 2.0, 2.0) for host in (2, 3)])
+
+    def lap(self, label: str, plan: Plan, steps: int, limit_s: float, more: Sequence[str] = ()) -> Lap | Fallen:
+        first = label not in self.laps
+        found = super().lap(label, plan, steps, limit_s, more)
+        if isinstance(found, Fallen) or not first:
+            return found
+        links = CostModel(PROFILE, self._cluster, TRAINING).links(4, 1)
+        told = [(each.kind, each.full_bytes) for each in expected_collectives(plan, PROFILE)]
+        rates = [[rate * self._random.gauss(1.0, 0.003) for rate in (2.0, 2.0, 1.0, 1.0)] for _ in range(3)]
+        collectives = [(kind, size, collective_s(kind, size, links)) for kind, size in told]
+        return replace(found, exchanged=Exchanged.model_validate({"host_rates": rates, "collectives": collectives}))
+
+
+def test_hosts_behind_slower_links_are_found_by_what_passes_between_them_and_planned_for(tmp_path: Path) -> None:
+    track = SlowLinkTrack()
+    before = search(PROFILE, FOUR_HOSTS, TRAINING, time_limit_s=5.0)
+    place = Venue(tmp_path / "plan.json")
+    record = open_record(place, header_of("net", PROFILE.fingerprint, before.plan, FOUR_HOSTS, None))
+
+    job = Job(PROFILE, FOUR_HOSTS, TRAINING, search_s=2.0, knobs=tuple(NETWORK))
+    found = Tuning(job, track, record, lambda line: None).run(before)
+
+    assert [each.host for each in found.slow_links] == [2, 3]
+    assert found.slow == ()
+    fast, slow = found.plan.cluster.kinds
+    assert fast.between_hosts.bandwidth == pytest.approx(2 * slow.between_hosts.bandwidth, rel=0.01)
+    assert found.factors["network bandwidth"] == pytest.approx(0.1, rel=0.05)
+    errors = [abs(each.fitted_s / each.measured.step_time_s - 1) for each in found.standings if each.measured]  # type: ignore[operator]
+    assert max(errors) < 0.02
+    best = search(PROFILE, track._cluster, TRAINING, time_limit_s=5.0)  # with its hosts in the order that the job has
+    assert track.true_s(found.plan) <= 1.02 * track.true_s(best.plan)
+    assert sum(line.startswith("bytes to and from host") for line in sentences(found)) == 2
+    assert [each["host"] for each in tuned_document(found, [])["slow_links"]] == [2, 3]
+    again = load_record(place.record)
+    assert [lap.exchanged for lap in again.laps()[found.label]] == [lap.exchanged for lap in record.laps()[found.label]]
 
 
 def test_a_plan_for_slower_hosts_is_priced_as_if_they_were_not() -> None:
@@ -619,6 +670,9 @@ def test_a_launchers_own_job_for_every_lap(tmp_path: Path, monkeypatch: pytest.M
     laps = [line for line in load_record(tmp_path / "plan.tune.jsonl").lines if isinstance(line, LapLine)]
     assert all(lap.started_s > 0 for lap in laps)
     for lap in laps:
+        assert lap.exchanged is not None
+        assert len(lap.exchanged.collectives) == 6
+        assert lap.exchanged.host_rates == ()
         assert len(lap.rank_compute_s) == 2
         assert 0 < min(lap.rank_compute_s) <= max(lap.steps_s)
     assert len(laps) >= 2  # at least one of each plan; a slow machine may need no second turn to part them

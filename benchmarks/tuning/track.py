@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from benchmarks.planned_vs_manual.jobs import STEP_LIMIT_S, Task, before_others, join_hosts, padded_trainer
 from benchmarks.planned_vs_manual.padded import Clock
+from meshwright.executor.measuring.exchange_times import exchange_times
+from meshwright.executor.measuring.exchanges import Exchanged
 from meshwright.executor.trainer import computed_seconds
 from meshwright.executor.tuning.jobs import Fallen, Lap
 from meshwright.planner.plan.document import Plan
@@ -67,7 +69,12 @@ class EmulatedTrack:
         taken = tuple(max(step) for step in zip(*(own[1] for own in answers), strict=True))
         computed_s = tuple(own[2] for own in answers)
         return Lap(
-            taken, max(own[0] for own in answers), _NOT_KNOWN * len(answers), "allocated", rank_compute_s=computed_s
+            taken,
+            max(own[0] for own in answers),
+            _NOT_KNOWN * len(answers),
+            "allocated",
+            rank_compute_s=computed_s,
+            exchanged=answers[0][3],
         )
 
     def leave(self, label: str) -> None:
@@ -105,11 +112,14 @@ def _serve(rank: int, ranks: int, task: Task, pipe: Connection) -> None:
         join_hosts(task.hosts)
         clock, trainers, computed = Clock(), {}, {}
         gc.disable()  # what Python's collector does in the middle of a step would be waited for by all ranks
+        has_exchanged = False
         while True:
             label, plan, steps = pipe.recv()
             faulthandler.dump_traceback_later(STEP_LIMIT_S * 2, exit=True, file=sys.__stderr__)
             began = time.monotonic()
-            started_s = 0.0
+            started_s, exchanged = 0.0, Exchanged() if has_exchanged else None
+            if exchanged is None:
+                exchanged, has_exchanged = exchange_times(plan, range(ranks), torch.device("cpu")), True
             if label not in trainers:
                 trainers[label] = padded_trainer(plan, task, clock)
                 computed[label] = computed_seconds(trainers[label][0])
@@ -131,7 +141,7 @@ def _serve(rank: int, ranks: int, task: Task, pipe: Connection) -> None:
                 taken.append(time.perf_counter() - before)
             faulthandler.cancel_dump_traceback_later()
             own_s = statistics.median(each for each in computed[label].taken() if each is not None)
-            pipe.send((True, (started_s, taken, own_s)))
+            pipe.send((True, (started_s, taken, own_s, exchanged)))
     except EOFError:
         pass
     except BaseException as error:

@@ -97,7 +97,7 @@ def _fit_to_steps(steps: Path, output: Path, quiet: bool, as_json: bool) -> None
             steps, lambda plan, source: inputs.read_model(source, plan.training.seq_len, waiting)[0]
         )
         cluster = runs[0].plan.cluster
-        links = {"link": cluster.link, "network": cluster.network}
+        links = {"link": cluster.link, "network": cluster.between_hosts}
         device, checks = fitted_to(cluster.device.model_copy(update=links), runs)
     save_device(device, output)
     if as_json:

@@ -45,7 +45,7 @@ def _learn_command(
             lambda plan: inputs.profile_of(plan, Path(plan.model.name), model, waiting, no_cache),
         )
         cluster = found[0].step.plan.cluster
-        links = {"link": cluster.link, "network": cluster.network}
+        links = {"link": cluster.link, "network": cluster.between_hosts}
         device, checks = fitted_to(cluster.device.model_copy(update=links), [run.step for run in found])
     save_device(device, output)
     notes = [note for run in found for note in run.notes]

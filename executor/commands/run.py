@@ -173,4 +173,4 @@ def _machine(before: Plan, now: options.MachineOptions) -> ClusterSpec:
     links = {"link": before.cluster.hosts[0].link}
     machine = cluster_of(before.cluster.device, count, now.gpus_per_node)
     hosts = tuple(group.model_copy(update=links) for group in machine.hosts)
-    return machine.model_copy(update={"hosts": hosts, "network": before.cluster.network})
+    return machine.model_copy(update={"hosts": hosts, "network": before.cluster.between_hosts})

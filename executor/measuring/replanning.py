@@ -81,7 +81,7 @@ def _by_constants(
     told = {str(axis): seconds for axis, seconds in axis_seconds(plan, profile).items()}
     axis = slower_axis(timed, told, step_s - expected_s)
     cluster = plan.cluster
-    linked = cluster.device.model_copy(update={"link": cluster.link, "network": cluster.network})
+    linked = cluster.device.model_copy(update={"link": cluster.link, "network": cluster.between_hosts})
     measured = MeasuredStep(plan.label, plan, profile, step_s)
     factors = refit(linked, [measured], COMPUTE if axis is None else LINKS).factors
     moved = plan.model_copy(update={"cluster": turned_hosts(cluster, factors)})

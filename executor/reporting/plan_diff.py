@@ -58,7 +58,7 @@ def _view(plan: Plan) -> dict[str, str]:
         "model": f"{plan.model.name} ({plan.model.fingerprint[:12]})",
         "cluster": f"{plan.cluster.devices} on {hosts:,} host{'s' if hosts > 1 else ''}",
         "links": f"{plan.cluster.link.bandwidth / 1e9:,.4g} GB/s",
-        "network": f"{plan.cluster.network.bandwidth / 1e9:,.4g} GB/s per host",
+        "network": f"{plan.cluster.between_hosts.bandwidth / 1e9:,.4g} GB/s per host",
         "layout": plan.label,
     }
     view |= {name.replace("_", " "): str(degree) for name, degree in degrees.model_dump().items()}

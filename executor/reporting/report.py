@@ -442,7 +442,9 @@ def hosts_in_order(plan: Plan) -> str:
     if len(plan.cluster.kinds) == 1:
         return ""
     if len({(group.devices_per_host, group.device.name) for group in plan.cluster.hosts}) == 1:
-        return "node ranks in the order of the cluster's hosts, whose devices have one name but not one speed"
+        alike = all(group.device == plan.cluster.hosts[0].device for group in plan.cluster.hosts)
+        what = "links are not equally fast" if alike else "devices have one name but not one speed"
+        return f"node ranks in the order of the cluster's hosts, whose {what}"
     kinds = [f"{group.count} with {group.devices_per_host} x {group.device.name}" for group in plan.cluster.hosts]
     return f"node ranks in this order of hosts: {', then '.join(kinds)}"
 

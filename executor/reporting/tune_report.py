@@ -131,7 +131,7 @@ def sentences(found: Tuned) -> list[str]:
             f"{max(before):.1%} at worst, after the fit by {_median(after):.1%} and {max(after):.1%} (of these same "
             "plans)"
         )
-    lines += [f"{each}; the plan is for hosts that differ so" for each in found.slow]
+    lines += [f"{each}; the plan is for hosts that differ so" for each in (*found.slow, *found.slow_links)]
     if found.factors:
         told = sorted(found.factors.items(), key=lambda item: -abs(math.log(item[1])))
         lines.append("what moved most: " + ", ".join(f"{name} x {factor:.2f}" for name, factor in told[:4]))
@@ -230,5 +230,6 @@ def tuned_document(found: Tuned, notes: list[str]) -> dict[str, Any]:
         ],
         "memory": [asdict(each) for each in found.memory],
         "slow_hosts": [asdict(each) for each in found.slow],
+        "slow_links": [asdict(each) for each in found.slow_links],
         "notes": notes,
     }

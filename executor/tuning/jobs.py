@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from ...planner.plan.document import Plan
+from ..measuring.exchanges import Exchanged
 from .rank import MARK
 from .record import Cause
 
@@ -61,7 +62,7 @@ class Lap:
     """Steps of a candidate, until the slowest rank had ended, and the peak of every rank. started_s: seconds until the
     job was ready, its warm-up included; 0 where it ran already. peak_reserved_bytes: of a GPU, what the allocator held;
     () on the CPU. rank_compute_s: of each rank the median seconds of a step in which it did not wait for others; ()
-    where that is not known."""
+    where that is not known. exchanged: by ranks that were started for the lap."""
 
     steps_s: tuple[float, ...]
     started_s: float
@@ -69,6 +70,7 @@ class Lap:
     memory_kind: str
     peak_reserved_bytes: tuple[int, ...] = ()
     rank_compute_s: tuple[float, ...] = ()
+    exchanged: Exchanged | None = None
 
 
 @dataclass(frozen=True)
@@ -269,6 +271,7 @@ class LaunchedTrack:
             self._start(label, plan, steps, step_limit_s, more)
         job, _ = self._jobs[label]
         started_s, has_begun = 0.0, not fresh
+        exchanged: Exchanged | None = None
         if not fresh:
             job.tell(str(steps))
         while True:
@@ -292,6 +295,7 @@ class LaunchedTrack:
                 has_begun = True
             elif said["event"] == "ready":
                 started_s = time.monotonic() - began
+                exchanged = None if said["exchanged"] is None else Exchanged.model_validate(said["exchanged"])
                 if self._keeps:
                     job.tell(str(steps))
             elif said["event"] == "lap":
@@ -299,7 +303,7 @@ class LaunchedTrack:
                     self._jobs.pop(label)[0].ended()
                 peaks, reserved = tuple(said["peak_memory_bytes"]), tuple(said["peak_reserved_bytes"])
                 computed = tuple(said["rank_compute_s"])
-                return Lap(tuple(said["steps_s"]), started_s, peaks, said["memory_kind"], reserved, computed)
+                return Lap(tuple(said["steps_s"]), started_s, peaks, said["memory_kind"], reserved, computed, exchanged)
 
     def leave(self, label: str) -> None:
         """A candidate takes part no more."""

@@ -76,6 +76,7 @@ def _laps(given: argparse.Namespace, rank: int, plan: "Plan", loaded: "LoadedMod
     import torch
     import torch.distributed as dist
 
+    from ..measuring.exchange_times import exchange_times
     from ..measuring.measure import trainer_and_share
     from ..measuring.measurement import quantile
     from ..reporting.run_report import WARM_UP_STEPS
@@ -89,8 +90,10 @@ def _laps(given: argparse.Namespace, rank: int, plan: "Plan", loaded: "LoadedMod
     words = dist.new_group(backend="gloo") if several else None  # who waits in NCCL's would use the GPU
     on_gpu = device.type == "cuda"
     warm_up_s = [trainer.step(share).step_time_s for _ in range(WARM_UP_STEPS)]
+    exchanged = exchange_times(plan, trainer.mesh.processes, device, words) if several else None
     if rank == 0:
-        _say({"event": "ready", "warm_up_s": warm_up_s})
+        told = None if exchanged is None else exchanged.model_dump(mode="json")
+        _say({"event": "ready", "warm_up_s": warm_up_s, "exchanged": told})
     for count in _orders(given, rank, words):
         restart_peak_memory(device)
         if computed is not None:

@@ -13,17 +13,19 @@ from ...planner.answers.explain import compared
 from ...planner.answers.infeasible import InfeasibleError
 from ...planner.answers.search import SearchResult, SolverError, search
 from ...planner.cost.estimate import estimate
-from ...planner.cost.refit import COLLECTIVES, KNOBS, MeasuredStep, most_open, refit, turned_hosts
+from ...planner.cost.refit import COLLECTIVES, KNOBS, MeasuredCollective, MeasuredStep, most_open, refit, turned_hosts
 from ...planner.cost.refit_memory import MeasuredMemory, MemoryRefit, refit_memory
 from ...planner.plan.document import MeasuredPlan, Plan
 from ...planner.plan.pins import Pins
 from ...planner.plan.training import TrainingSpec
 from ...profiler.machine.cluster import ClusterSpec, Device
 from ...profiler.model.model_profile import ModelProfile
+from ..measuring.exchanges import expected_collectives, measured_collectives
 from ..measuring.measured_steps import computed_s
 from ..measuring.measurement import quantile
 from ..measuring.significance import Apart, paired
 from ..measuring.slow_hosts import SlowHost, slow_in_laps, slower_cluster
+from ..measuring.slow_links import SlowLink, slow_links, with_slow_links
 from ..reporting.run_report import WARM_UP_STEPS
 from .cut_down import Unseen
 from .entrants import (
@@ -139,7 +141,8 @@ class MemoryRow:
 class Tuned:
     """The outcome: the plan (the best measured one; the best predicted one where none could be measured), constants for
     the next model, every candidate the fastest first, and how it ended. smaller: what ran in the place of candidates,
-    in words; "" where they ran themselves. memory: of all that ran. slow: hosts that compute slower than the others."""
+    in words; "" where they ran themselves. memory: of all that ran. slow, slow_links: hosts that compute slower than
+    the others, and those whose links are slower."""
 
     plan: Plan
     label: str
@@ -154,6 +157,7 @@ class Tuned:
     memory: tuple[MemoryRow, ...] = ()
     smaller: str = ""
     slow: tuple[SlowHost, ...] = ()
+    slow_links: tuple[SlowLink, ...] = ()
 
 
 class Tuning:
@@ -171,6 +175,7 @@ class Tuning:
         self._result: SearchResult | None = None
         self._memory: MemoryRefit | None = None
         self._slow: tuple[SlowHost, ...] = ()
+        self._slow_links: tuple[SlowLink, ...] = ()
         self._fitted_laps = 0
         self._out: set[str] = set()
         self._random = random.Random(job.seed + len(record.lines))
@@ -352,6 +357,7 @@ class Tuning:
                 memory_kind="allocated" if found.memory_kind == "allocated" else "resident",
                 peak_reserved_bytes=found.peak_reserved_bytes,
                 rank_compute_s=found.rank_compute_s,
+                exchanged=found.exchanged,
                 at_s=self._at_s(),
             )
         )
@@ -382,12 +388,9 @@ class Tuning:
         )
 
     def _fit(self) -> None:
-        self._slow = self._slow_hosts()
-        self._base = self.job.cluster
-        if self._slow:
-            self._base = slower_cluster(self.job.cluster, self._slow, "as ranks computed in plan tune")
+        self._base = self._as_hosts_differ()
         self.say("fitting the constants to what was measured")
-        self._factors = fitted(self._base, self._runs(), self.job.knobs)
+        self._factors = fitted(self._base, self._runs(), self.job.knobs, self._exchanged())
         seen = self._memory_seen()
         self._memory = refit_memory(self.job.cluster.device, seen) if seen else None
         self._cluster = self._turned(self._base)
@@ -398,18 +401,22 @@ class Tuning:
         found = self._with_known_memory(turned_hosts(cluster, self._factors))
         return found if self._memory is None else self._memory.at(found, len(self._memory.after))
 
-    def _slow_hosts(self) -> tuple[SlowHost, ...]:
-        """Hosts that compute slower than the others by what was measured, of a cluster that is told to be of one
-        kind."""
-        if len(self.job.cluster.kinds) > 1:
-            return ()
-        ran = [
-            (self._ran(label)[0], [lap.rank_compute_s for lap in laps]) for label, laps in self.record.laps().items()
-        ]
-        found = slow_in_laps(ran)
-        for each in found:
-            self.say(str(each))
-        return found
+    def _as_hosts_differ(self) -> ClusterSpec:
+        """The cluster of the job; where that is told to be of one kind, with slower devices and networks of hosts that
+        were seen to compute or to exchange slower than the others."""
+        cluster = self.job.cluster
+        if len(cluster.kinds) > 1:
+            return cluster
+        laps = self.record.laps()
+        self._slow = slow_in_laps(
+            [(self._ran(label)[0], [lap.rank_compute_s for lap in laps[label]]) for label in laps]
+        )
+        seen = [lap.exchanged for each in laps.values() for lap in each if lap.exchanged is not None]
+        self._slow_links = slow_links([rates for each in seen for rates in each.host_rates])
+        for found in (*self._slow, *self._slow_links):
+            self.say(str(found))
+        slower = slower_cluster(cluster, self._slow, "as ranks computed in plan tune") if self._slow else cluster
+        return with_slow_links(slower, self._slow_links) if self._slow_links else slower
 
     def _memory_seen(self) -> list[MeasuredMemory]:
         """The fullest process of every pipeline coordinate of all that ran."""
@@ -510,6 +517,17 @@ class Tuning:
             if each.label in laps
         ]
 
+    def _exchanged(self) -> list[MeasuredCollective]:
+        """What collectives took before the steps, on the hosts as they differ."""
+        found = []
+        for label, laps in self.record.laps().items():
+            plan, profile, _ = self._ran(label)
+            ran = (
+                plan if plan.cluster.num_devices < self._base.num_devices else on_cluster(plan, self._base, profile)[0]
+            )
+            found += [(ran, profile, lap.exchanged) for lap in laps if lap.exchanged is not None]
+        return measured_collectives(found)
+
     def _outcome(self, result: SearchResult, reason: str, agreed: bool, interrupted: bool) -> Tuned:
         laps = self.record.laps()
         if self._num_laps() > self._fitted_laps:
@@ -525,6 +543,7 @@ class Tuning:
         return Tuned(
             *(plan, label, device, self._factors, standings, agreed, reason, rounds, self._at_s(), interrupted, memory),
             slow=self._slow,
+            slow_links=self._slow_links,
         )
 
     def _standings(self, leader: str | None) -> tuple[Contender, ...]:
@@ -634,18 +653,25 @@ def teachers(
     others = [each for each in found if each.label not in {one.label for one in chosen}]
     plans = [one.plan for one in chosen], [each.plan for each in others]
     names = knobs_of(cluster) if knobs is None else knobs
-    return [others[i] for i in most_open(_linked(cluster), profile, *plans, TEACHERS, names, NOISE)]
+    exchanged = expected_collectives(chosen[0].plan, profile) if chosen else []
+    return [others[i] for i in most_open(_linked(cluster), profile, *plans, TEACHERS, names, NOISE, exchanged)]
 
 
 def _linked(cluster: ClusterSpec) -> Device:
     """The device of a cluster with its links."""
-    return cluster.device.model_copy(update={"link": cluster.link, "network": cluster.network})
+    return cluster.device.model_copy(update={"link": cluster.link, "network": cluster.between_hosts})
 
 
-def fitted(cluster: ClusterSpec, runs: Sequence[MeasuredStep], knobs: Sequence[str] | None = None) -> dict[str, float]:
-    """Factors on the constants of a cluster's devices that its measured steps speak of. knobs: as of Job."""
+def fitted(
+    cluster: ClusterSpec,
+    runs: Sequence[MeasuredStep],
+    knobs: Sequence[str] | None = None,
+    exchanged: Sequence[MeasuredCollective] = (),
+) -> dict[str, float]:
+    """Factors on the constants of a cluster's devices that measured steps, and collectives before them, speak of.
+    knobs: as of Job."""
     names = knobs_of(cluster) if knobs is None else knobs
-    return refit(_linked(cluster), runs, names, noise=NOISE).factors
+    return refit(_linked(cluster), runs, names, noise=NOISE, exchanged=exchanged).factors
 
 
 def knobs_of(cluster: ClusterSpec) -> tuple[str, ...]:
@@ -669,7 +695,7 @@ def refitted(base: ClusterSpec, cluster: ClusterSpec, factors: dict[str, float],
             for name in knob.fields:
                 told = f"{knob.name} x {factors[knob.name]:.2f}, fitted to {count} measured steps of plan tune"
                 sources[name] = f"{sources[name]}; {told}" if name in sources else told
-    changes = {"link": cluster.link, "network": cluster.network, "sources": sources}
+    changes = {"link": cluster.link, "network": cluster.between_hosts, "sources": sources}
     if device.memory < base.device.memory:
         sources["memory"] = "measured: a plan that was predicted to need little more ran out of memory"
     return device.model_copy(update=changes)

@@ -14,7 +14,6 @@ from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
 from ..measuring.measured_steps import computed_s
 from ..measuring.measurement import quantile
-from ..measuring.slow_hosts import SlowHost
 from .cut_down import CannotCutError, ProfileWithout, SmallerJob, Unseen, cut_down, unseen
 from .entrants import Entrant, Pool, challengers, key_of, on_cluster
 from .jobs import Track
@@ -211,9 +210,9 @@ class SmallTuning(Tuning):
         line = self.record.stand_ins()[label]
         return line.plan, self._profile_of(line), line.rank
 
-    def _slow_hosts(self) -> tuple[SlowHost, ...]:
+    def _as_hosts_differ(self) -> ClusterSpec:
         """Not looked for: what runs is on few hosts of the job, or on none."""
-        return ()
+        return self.job.cluster
 
     def _runs(self) -> list[MeasuredStep]:
         found = []
@@ -248,7 +247,9 @@ class SmallTuning(Tuning):
 
     def _moved(self, plan: Plan) -> Plan:
         """A plan with the fitted device in its hosts."""
-        device = self._cluster.device.model_copy(update={"link": self._cluster.link, "network": self._cluster.network})
+        device = self._cluster.device.model_copy(
+            update={"link": self._cluster.link, "network": self._cluster.between_hosts}
+        )
         return plan.model_copy(update={"cluster": hosts_with(plan.cluster, device)})
 
     def _wholes(self) -> dict[str, float]:

@@ -123,6 +123,13 @@ def _why_on_kinds(plan: Plan, found: Estimate) -> Iterator[str]:
     if kinds is None:
         slowest, smallest = cluster.device.name, format_bytes(cluster.device.memory)
         own = cluster.num_devices // math.gcd(*(part.num_devices for part in cluster.kinds))
+        if len({(group.devices_per_host, group.device.model_dump_json(), group.link) for group in cluster.hosts}) == 1:
+            yield (
+                f"every stage has hosts whose links differ, so all count as the slowest "
+                f"({cluster.between_hosts.bandwidth / 1e9:,.3g} GB/s per host); a pipeline of {own} stages, or a "
+                "multiple, would give each stage hosts that are alike"
+            )
+            return
         yield (
             f"every stage has devices of several kinds, so all count as the slowest ({slowest}) with the least memory "
             f"({smallest}); a pipeline of {own} stages, or a multiple, would give each its own kind"

@@ -305,4 +305,4 @@ def grown(cluster: ClusterSpec, count: int) -> ClusterSpec:
     per_host = _full_host(cluster)
     grown = cluster_of(cluster.device, count, per_host if count % per_host == 0 and per_host > 1 else None)
     hosts = tuple(group.model_copy(update={"link": cluster.link}) for group in grown.hosts)
-    return grown.model_copy(update={"hosts": hosts, "network": cluster.network})
+    return grown.model_copy(update={"hosts": hosts, "network": cluster.between_hosts})

@@ -51,8 +51,8 @@ def sensitivity(
         "compute": format_flops_per_s(device.flops[precision]),
         "device memory": f"{device.bandwidth / 1e9:,.0f} GB/s",
         "links in a host": f"{cluster.link.bandwidth / 1e9:,.3g} GB/s",
-        "network": f"{cluster.network.bandwidth / 1e9:,.3g} GB/s per host",
-        _LATENCY: format_seconds(cluster.network.latency),
+        "network": f"{cluster.between_hosts.bandwidth / 1e9:,.3g} GB/s per host",
+        _LATENCY: format_seconds(cluster.between_hosts.latency),
     }
     rivals = [c for c in others if c.plan is not None and c.seconds < 1.25 * found.step_time_s]
     shifts = []
@@ -99,7 +99,9 @@ def scaled(cluster: ClusterSpec, name: str, factor: float) -> ClusterSpec:
         return old.model_copy(update=changes)
 
     def group(old: HostGroup) -> HostGroup:
-        return old.model_copy(update={"device": device(old.device), "link": link(old.link, "links in a host")})
+        own = None if old.network is None else link(old.network, "network")
+        changes = {"device": device(old.device), "link": link(old.link, "links in a host"), "network": own}
+        return old.model_copy(update=changes)
 
     hosts = tuple(group(old) for old in cluster.hosts)
     return cluster.model_copy(update={"hosts": hosts, "network": link(cluster.network, "network")})

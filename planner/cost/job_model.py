@@ -86,7 +86,7 @@ class JobModel:
         return GroupLinks(
             group=self.cluster.group(size, stride),
             link=self.cluster.link,
-            network=self.software.through(self.cluster.network),
+            network=self.software.through(self.cluster.between_hosts),
             devices_per_host=self.cluster.devices_per_host,
             factors=tuple(sorted(self.device.collective_factors.items())),
             flat=self.device.flat_rings,
@@ -104,7 +104,7 @@ class JobModel:
         return GroupLinks(
             group=self.job.group(size, stride),
             link=self.job.link,
-            network=self.software.through(self.job.network),
+            network=self.software.through(self.job.between_hosts),
             devices_per_host=max(group.devices_per_host for group in self.job.hosts),
             factors=tuple((name, max(d.collective_factors.get(name, 1.0) for d in devices)) for name in names),
             flat=any(device.flat_rings for device in devices),

@@ -11,6 +11,7 @@ from ...profiler.machine.cluster import ClusterSpec, Device, Link
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import Plan
 from .alone import all_kernels_s
+from .comm_cost import CollectiveKind, collective_s
 from .compute_cost import OPTIMIZER_BYTES
 from .estimate import check_model_of, priced_by
 from .layer_cost import CostModel
@@ -20,6 +21,10 @@ Floats = NDArray[np.float64]
 NOISE = 0.05
 """Standard deviation of the logarithm of a measured step time around a right model. Repeats of published runs differ by
 1 to 6% (benchmarks/published/data/README.md)."""
+
+EXCHANGE_NOISE = 0.1
+"""The same of a collective that is timed alone, around what such ones take within steps. Assumption: about what gloo's
+differ by between groups and sizes."""
 
 HUBER = 2.0
 """Residual, in units of the noise, from which a run pulls no harder: one slow run must not bend the rest."""
@@ -61,6 +66,18 @@ class MeasuredStep:
 
 
 @dataclass(frozen=True)
+class MeasuredCollective:
+    """A collective over all ranks of a plan's cluster that was timed alone. full_bytes: gathered or reduced; seconds:
+    of the slowest rank; NaN: it is going to be timed."""
+
+    kind: CollectiveKind
+    full_bytes: float
+    seconds: float
+    plan: Plan
+    profile: ModelProfile
+
+
+@dataclass(frozen=True)
 class Refit:
     """The corrected device, the factor on each constant that the runs speak of, and log(predicted / measured) of every
     run before and after."""
@@ -73,35 +90,46 @@ class Refit:
 
 
 def refit(
-    device: Device, runs: Sequence[MeasuredStep], names: Sequence[str] | None = None, noise: float = NOISE
+    device: Device,
+    runs: Sequence[MeasuredStep],
+    names: Sequence[str] | None = None,
+    noise: float = NOISE,
+    exchanged: Sequence[MeasuredCollective] = (),
 ) -> Refit:
     """`device` with its constants moved to where the runs are predicted best, and no further than runs and priors bear.
     names: of the KNOBS that may move, None for all; what is known exactly had better stay. noise: of a measured step
-    around a right model, for runs that were measured better than those of others.
+    around a right model, for runs that were measured better than those of others. exchanged: collectives that ranks of
+    these runs were timed in, which tell kinds apart that all runs use in one proportion.
 
     Minimises sum rho((log predicted - log measured) / noise) + sum (log factor / spread)^2 by Gauss-Newton, rho being
-    Huber's, over steps and what ranks computed of them. Slopes are taken from above and below in turn: a share that is
-    told to be 1 cannot grow, and shows from below only. All plans must be for clusters of this device, or of hosts of
-    several kinds, each of which is moved by the same factors. Raises ValueError without runs, and for plans of another
-    model than their profile's.
+    Huber's, over steps, what ranks computed of them, and collectives. Slopes are taken from above and below in turn: a
+    share that is told to be 1 cannot grow, and shows from below only. All plans must be for clusters of this device, or
+    of hosts of several kinds, each of which is moved by the same factors. Raises ValueError without runs, and for plans
+    of another model than their profile's.
     """
     if not runs:
         raise ValueError("there is no measured step to fit to; give at least one run")
     for run in runs:
         check_model_of(run.plan, run.profile)
-    measured = np.log([seconds for run in runs for seconds in (run.step_s, *run.compute_s)])
+    in_steps = [seconds for run in runs for seconds in (run.step_s, *run.compute_s)]
+    measured = np.log([*in_steps, *(each.seconds for each in exchanged)])
+    noises = np.array([noise] * len(in_steps) + [EXCHANGE_NOISE] * len(exchanged))
     steps = np.cumsum([0, *(1 + len(run.compute_s) for run in runs[:-1])])
     knobs = [knob for knob in KNOBS if names is None or knob.name in names]
     spreads = np.array([knob.spread for knob in knobs])
     point = np.zeros(len(knobs))
-    first = here = _predicted(device, runs, knobs, point)
+
+    def predicted(point: Floats) -> Floats:
+        return _predicted(device, runs, exchanged, knobs, point)
+
+    first = here = predicted(point)
     for number in range(ROUNDS):
         widths = np.maximum(STEP, spreads / 2**number)
         changes = -widths if number % 2 else widths
-        there = [_predicted(device, runs, knobs, point + change) for change in np.diag(changes)]
+        there = [predicted(point + change) for change in np.diag(changes)]
         slopes = np.stack([(seen - here) / change for seen, change in zip(there, changes, strict=True)], 1)
-        move = _move(here - measured, slopes, point, spreads, noise)
-        here, point = _best_on_the_way(device, runs, knobs, measured, point, move, spreads, here, noise)
+        move = _move(here - measured, slopes, point, spreads, noises)
+        here, point = _best_on_the_way(predicted, measured, point, move, spreads, here, noises)
         if np.abs(move).max() < 1e-3 and widths.max() == STEP:
             break
     found = {knob: math.exp(value) for knob, value in zip(knobs, point, strict=True) if abs(value) > 1e-3}
@@ -128,10 +156,11 @@ def most_open(
     most: int,
     names: Sequence[str] | None = None,
     noise: float = NOISE,
+    exchanged: Sequence[MeasuredCollective] = (),
 ) -> list[int]:
     """Which of the other plans of a model to measure beside the known ones, at most so many, before constants are
     fitted to their steps: one after another that whose step all before it would leave most open, as long as that is
-    more open than the noise. names, noise: as of `refit`.
+    more open than the noise. names, noise, exchanged: as of `refit`.
 
     Constants are taken to be off by their spreads, each by itself, and the logarithms of steps to follow theirs in
     straight lines: then the ones measured leave the covariance (spreads^-2 + slopes' slopes / noise^2)^-1. (The greedy
@@ -142,11 +171,12 @@ def most_open(
     if not (knobs and others):
         return []
     spreads = np.array([knob.spread for knob in knobs])
-    here = _predicted(device, runs, knobs, np.zeros(len(knobs)))
-    moved = [_predicted(device, runs, knobs, change) for change in np.diag(spreads)]
+    here = _predicted(device, runs, exchanged, knobs, np.zeros(len(knobs)))
+    moved = [_predicted(device, runs, exchanged, knobs, change) for change in np.diag(spreads)]
     slopes = np.stack([(there - here) / spread for there, spread in zip(moved, spreads, strict=True)], 1)
-    told = np.diag(1 / spreads**2) + slopes[: len(known)].T @ slopes[: len(known)] / noise**2
-    left, found = slopes[len(known) :], list[int]()
+    before, alone = slopes[: len(known)], slopes[len(runs) :]
+    told = np.diag(1 / spreads**2) + before.T @ before / noise**2 + alone.T @ alone / EXCHANGE_NOISE**2
+    left, found = slopes[len(known) : len(runs)], list[int]()
     while len(found) < min(most, len(others)):
         variance = np.einsum("ij,jk,ik->i", left, np.linalg.inv(told), left)
         variance[found] = 0.0
@@ -185,25 +215,41 @@ def on_device(plan: Plan, device: Device) -> Plan:
 
 def hosts_with(cluster: ClusterSpec, device: Device) -> ClusterSpec:
     """The same hosts with another device in them, links included."""
-    hosts = tuple(group.model_copy(update={"device": device, "link": device.link}) for group in cluster.hosts)
+    changes = {"device": device, "link": device.link, "network": None}
+    hosts = tuple(group.model_copy(update=changes) for group in cluster.hosts)
     return cluster.model_copy(update={"hosts": hosts, "network": device.network})
 
 
 def turned_hosts(cluster: ClusterSpec, factors: Mapping[str, float]) -> ClusterSpec:
     """The same hosts, of however many kinds, each device and link with the named constants times their factors."""
-    hosts, network = [], cluster.network
+    hosts = []
     for group in cluster.hosts:
-        linked = group.device.model_copy(update={"link": group.link, "network": cluster.network})
+        linked = group.device.model_copy(update={"link": group.link, "network": group.network or cluster.network})
         device = turned(linked, factors)
-        hosts.append(group.model_copy(update={"device": device, "link": device.link}))
-        network = device.network
+        own = None if group.network is None else device.network
+        hosts.append(group.model_copy(update={"device": device, "link": device.link, "network": own}))
+    network = turned(cluster.device.model_copy(update={"network": cluster.network}), factors).network
     return cluster.model_copy(update={"hosts": tuple(hosts), "network": network})
 
 
-def _predicted(device: Device, runs: Sequence[MeasuredStep], knobs: Sequence[Knob], point: Floats) -> Floats:
+def _predicted(
+    device: Device,
+    runs: Sequence[MeasuredStep],
+    exchanged: Sequence[MeasuredCollective],
+    knobs: Sequence[Knob],
+    point: Floats,
+) -> Floats:
     factors = {knob.name: math.exp(value) for knob, value in zip(knobs, point, strict=True)}
     moved = turned(device, factors)
-    return np.log([seconds for run in runs for seconds in _seconds(_moved(run.plan, moved, factors), run)])
+    in_steps = [seconds for run in runs for seconds in _seconds(_moved(run.plan, moved, factors), run)]
+    alone = [_collective_s(_moved(each.plan, moved, factors), each) for each in exchanged]
+    return np.log([*in_steps, *alone])
+
+
+def _collective_s(plan: Plan, each: MeasuredCollective) -> float:
+    """What a collective over all ranks is predicted to take by another plan's constants."""
+    links = CostModel(each.profile, plan.cluster, plan.training).links(plan.cluster.num_devices, 1)
+    return collective_s(each.kind, each.full_bytes, links)
 
 
 def _seconds(plan: Plan, run: MeasuredStep) -> tuple[float, ...]:
@@ -222,13 +268,13 @@ def _moved(plan: Plan, device: Device, factors: Mapping[str, float]) -> Plan:
     return plan.model_copy(update={"cluster": turned_hosts(plan.cluster, factors)})
 
 
-def _loss(residuals: Floats, point: Floats, spreads: Floats, noise: float) -> float:
+def _loss(residuals: Floats, point: Floats, spreads: Floats, noise: Floats) -> float:
     size = np.abs(residuals) / noise
     rho = np.where(size <= HUBER, size**2, HUBER * (2 * size - HUBER))
     return float(rho.sum() + ((point / spreads) ** 2).sum())
 
 
-def _move(residuals: Floats, slopes: Floats, point: Floats, spreads: Floats, noise: float) -> Floats:
+def _move(residuals: Floats, slopes: Floats, point: Floats, spreads: Floats, noise: Floats) -> Floats:
     """The move of least loss under the linearised model, by reweighted least squares."""
     move: Floats = np.zeros(len(point))
     for _ in range(30):
@@ -242,20 +288,18 @@ def _move(residuals: Floats, slopes: Floats, point: Floats, spreads: Floats, noi
 
 
 def _best_on_the_way(
-    device: Device,
-    runs: Sequence[MeasuredStep],
-    knobs: Sequence[Knob],
+    predicted: Callable[[Floats], Floats],
     measured: Floats,
     point: Floats,
     move: Floats,
     spreads: Floats,
     here: Floats,
-    noise: float,
+    noise: Floats,
 ) -> tuple[Floats, Floats]:
     """(predictions, point) of the first of the whole move, half of it, ... that lessens the loss; else no move."""
     loss = _loss(here - measured, point, spreads, noise)
     for share in (1.0, 0.5, 0.25, 0.125):
-        there = _predicted(device, runs, knobs, point + share * move)
+        there = predicted(point + share * move)
         if _loss(there - measured, point + share * move, spreads, noise) < loss:
             return there, point + share * move
     return here, point

@@ -162,13 +162,17 @@ class HostGroup(Frozen):
     devices_per_host: PositiveInt
     device: Device
     link: Link
+    network: Link | None = Field(
+        default=None, description="of one host to all others, where it differs from the cluster's"
+    )
     first: NonNegativeInt | None = Field(
         default=None, description="number of its first host in the cluster file, where ranks go over hosts otherwise"
     )
 
     def is_like(self, other: "HostGroup") -> bool:
-        """Whether its hosts are of the same kind: equal devices, links and numbers of devices."""
-        return (self.device, self.link, self.devices_per_host) == (other.device, other.link, other.devices_per_host)
+        """Whether its hosts are of the same kind: equal devices, links, networks and numbers of devices."""
+        mine, theirs = (self.device, self.link, self.network), (other.device, other.link, other.network)
+        return mine == theirs and self.devices_per_host == other.devices_per_host
 
 
 class Group(Frozen):
@@ -188,7 +192,7 @@ class ClusterSpec(Frozen):
 
     name: str
     hosts: tuple[HostGroup, ...] = Field(min_length=1)
-    network: Link
+    network: Link = Field(description="of a host whose group has none of its own")
     assumption: str | None = Field(default=None, description="what was assumed because the user did not say it")
 
     @property
@@ -237,6 +241,11 @@ class ClusterSpec(Frozen):
         return min((group.link for group in self.hosts), key=lambda link: link.bandwidth)
 
     @property
+    def between_hosts(self) -> Link:
+        """The slowest network of any host: two hosts talk at the lower rate of both."""
+        return min((group.network or self.network for group in self.hosts), key=lambda link: link.bandwidth)
+
+    @property
     def kinds(self) -> tuple["ClusterSpec", ...]:
         """The hosts of each kind as a cluster of their own, in the order in which the kinds first appear."""
         groups: list[list[HostGroup]] = []
@@ -279,14 +288,20 @@ class ClusterSpec(Frozen):
         groups = dict(zip(self.first_hosts, self._numbered(), strict=True))
         return self.model_copy(update={"hosts": tuple(groups[first] for first in first_hosts)})
 
-    def changed(self, devices: Mapping[int, Device]) -> "ClusterSpec":
-        """This cluster with other devices in some of its hosts, ranks as they are. devices: number of a host -> its."""
+    def changed(self, devices: Mapping[int, Device], networks: Mapping[int, Link] | None = None) -> "ClusterSpec":
+        """This cluster with other devices in some of its hosts, or other networks, ranks as they are. devices,
+        networks: number of a host -> its."""
         hosts: list[HostGroup] = []
         for group in self._numbered():
+
+            def own_of(number: int, group: HostGroup = group) -> tuple[Device, Link | None]:
+                return devices.get(number, group.device), (networks or {}).get(number, group.network)
+
             numbers = range(group.first or 0, (group.first or 0) + group.count)
-            for device, run in groupby(numbers, key=lambda number: devices.get(number, group.device)):
+            for (device, network), run in groupby(numbers, key=own_of):
                 own = list(run)
-                hosts.append(group.model_copy(update={"count": len(own), "device": device, "first": own[0]}))
+                changes = {"count": len(own), "device": device, "network": network, "first": own[0]}
+                hosts.append(group.model_copy(update=changes))
         return self.model_copy(update={"hosts": tuple(hosts)})
 
     def without(self, numbers: Collection[int]) -> "ClusterSpec":
@@ -420,6 +435,7 @@ def load_cluster(path: Path) -> ClusterSpec:
         device = "h100-80gb"         # a preset, or the path of a device TOML
         gpus = 8                     # optional: the device's usual number
         link = { bandwidth = "265 GB/s", latency = "8 us" }   # optional
+        network = { bandwidth = "25 GB/s", latency = "10 us" }   # optional: where it is not that of [network]
 
         [[hosts]]                    # hosts of another kind; a job's hosts are taken in this order
         device = "a100-40gb"
@@ -463,10 +479,10 @@ def _network(entry: object, path: Path) -> Link:
 
 def _host_group(entry: dict[str, Any], where: str) -> HostGroup:
     """A [[hosts]] entry. Raises ValueError that says which, and what is wrong with it."""
-    unknown = set(entry) - {"count", "device", "gpus", "link"}
+    unknown = set(entry) - {"count", "device", "gpus", "link", "network"}
     if unknown or "device" not in entry:
         found = f"unknown key {sorted(unknown)[0]!r}" if unknown else "no device"
-        raise ValueError(f"{where}: {found}; the keys are count, device, gpus, link")
+        raise ValueError(f"{where}: {found}; the keys are count, device, gpus, link, network")
     for key in ("count", "gpus"):
         if key in entry and (isinstance(entry[key], bool) or not isinstance(entry[key], int) or entry[key] < 1):
             raise ValueError(f"{where}: {key} = {entry[key]!r} is no number of at least 1")
@@ -476,6 +492,7 @@ def _host_group(entry: dict[str, Any], where: str) -> HostGroup:
         "devices_per_host": entry.get("gpus", device.devices_per_host),
         "device": device,
         "link": entry.get("link", device.link),
+        "network": entry.get("network"),
     }
     return _validated(HostGroup, fields, where)
 

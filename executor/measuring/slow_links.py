@@ -1,0 +1,56 @@
+"""Hosts whose link to the others is slower than theirs, by what passes between pairs of hosts (exchange_times.py).
+Needs no torch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...planner.cost.refit import NOISE
+from ...profiler.machine.cluster import ClusterSpec, Link
+from .significance import CONFIDENCE, ratio_of
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """A host by its number in the cluster, and how many times as long bytes take to and from it as between others, with
+    its interval."""
+
+    host: int
+    ratio: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return (
+            f"bytes to and from host {self.host} take {self.ratio:.2f} times as long as between the others "
+            f"({self.low:.2f} to {self.high:.2f} at {CONFIDENCE:.0%})"
+        )
+
+
+def slow_links(rates: Sequence[Sequence[float]]) -> tuple[SlowLink, ...]:
+    """Hosts whose link is slower than the middle one of the others' (of an even number the faster) by more than repeats
+    of one run differ by. rates: [repeat][host] -> bytes per second."""
+    found = []
+    for host in range(len(rates[0]) if rates else 0):
+        logs = []
+        for each in rates:
+            others = sorted(rate for other, rate in enumerate(each) if other != host)
+            logs.append(math.log(others[len(others) // 2] / max(each[host], 1.0)))
+        ratio, low, high = ratio_of(logs, len(rates[0]))
+        if low > 1 + NOISE:
+            found.append(SlowLink(host, ratio, low, high))
+    return tuple(found)
+
+
+def with_slow_links(cluster: ClusterSpec, slow: Sequence[SlowLink]) -> ClusterSpec:
+    """The cluster with slower networks of these hosts. Hosts that differ by no more than repeats of a run do have one
+    and the same: their mean."""
+    networks: dict[int, Link] = {}
+    left = sorted(slow, key=lambda each: each.ratio)
+    while left:
+        alike = [each for each in left if each.ratio <= left[0].ratio * (1 + NOISE)]
+        left = left[len(alike) :]
+        ratio = sum(each.ratio for each in alike) / len(alike)
+        bandwidth = cluster.network.bandwidth / ratio
+        networks |= {each.host: cluster.network.model_copy(update={"bandwidth": bandwidth}) for each in alike}
+    return cluster.changed({}, networks)
