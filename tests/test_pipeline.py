@@ -352,10 +352,10 @@ class CollectiveCounts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def fsdp_step(
+def sharded_stage(
     model: nn.Module, loaded: LoadedModel, plan: Plan, batch: Any
-) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """(whole gradients of a sharded stage, collectives of the second of two steps by operator)."""
+) -> tuple[StageModule, PipelineRunner, Callable[[], Any]]:
+    """This rank's stage of two, over two ranks each, its runner, and a step of it."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("pipeline", "data_shard"))
     stage = StageModule(model, plan, mesh.get_local_rank("pipeline"), loaded.loss)
     for layer in plan.stages[stage.stage].layers:
@@ -366,10 +366,18 @@ def fsdp_step(
     share = split_micro_batches(batch, 2, plan.training.global_batch)[mesh.get_local_rank("data_shard")]
     args, kwargs = split_inputs(model, share, loaded.loss is not None)
     runner = PipelineRunner([stage], plan, mesh, torch.device("cpu"))
+    return stage, runner, lambda: runner.step(args, kwargs, share)
+
+
+def fsdp_step(
+    model: nn.Module, loaded: LoadedModel, plan: Plan, batch: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """(whole gradients of a sharded stage, collectives of the second of two steps by operator)."""
+    stage, _, step = sharded_stage(model, loaded, plan, batch)
     for _ in range(2):
         stage.zero_grad()
         with CollectiveCounts() as collectives:
-            runner.step(args, kwargs, share)
+            step()
     named = stage.model.named_parameters(remove_duplicate=False)
     return {n: p.grad.full_tensor() for n, p in named if p.grad is not None}, dict(collectives.counts)  # type: ignore
 
@@ -396,6 +404,43 @@ def test_sharded_stages_reduce_as_often_as_the_plan_says(gradient_sync: str, res
         if not reshard and gradient_sync == "last":
             assert gathered == units
     assert ranks[0][0].keys() | ranks[2][0].keys() == expected.keys()
+
+
+def collectives_of_a_step(
+    model: nn.Module, loaded: LoadedModel, plan: Plan, batch: Any
+) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Collectives of the second of two steps by operator: before the schedule begins, until it ends, and in all."""
+    _, runner, step = sharded_stage(model, loaded, plan, batch)
+    step()
+    (schedule,) = runner._schedules.values()
+    run, seen = schedule.step, list[dict[str, int]]()
+
+    def noted(*given: Any, **named: Any) -> Any:
+        seen.append(dict(collectives.counts))
+        found = run(*given, **named)
+        seen.append(dict(collectives.counts))
+        return found
+
+    schedule.step = noted
+    with CollectiveCounts() as collectives:
+        step()
+    return seen[0], seen[1], dict(collectives.counts)
+
+
+def test_stages_gather_what_they_keep_at_once_and_reduce_it_at_once() -> None:
+    loaded = load("unet")
+    plan = plan_with("unet", [5], num_microbatches=3, reshard=False, data_shard=2, gradient_sync="last")
+    model, batch = loaded.build().train(), loaded.batch(plan.training.global_batch)
+
+    ranks = run_ranks(collectives_of_a_step, 4, model, loaded, plan, batch)
+
+    def counted(counts: dict[str, int], kind: str) -> int:
+        return sum(count for operator, count in counts.items() if kind in operator.replace("_", ""))
+
+    for rank, (before, until, all_of_them) in enumerate(ranks):
+        units = 5 if rank < 2 else 3
+        assert [counted(each, "allgather") for each in (before, until, all_of_them)] == [units] * 3
+        assert [counted(each, "reducescatter") for each in (before, until, all_of_them)] == [0, 0, units]
 
 
 def count_buffers(model: nn.Module, loaded: LoadedModel, plan: Plan, batch: Any) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Runs a step's micro-batches through the pipeline stages of this rank, in the order of the plan's schedule."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,11 @@ class PipelineRunner:
     mesh: has the plan's axis "pipeline"; torch sorts the ranks of its group, whatever their order in the pipeline.
     Gradients that fully_shard reduces are reduced as the plan's gradient_sync says: after the last micro-batch, or
     after each. replicas: average those of replicas of these stages; None: somebody else does.
+
+    Parameters that the plan keeps gathered are gathered as a step begins, on all stages at once: fully_shard by itself
+    begins when a stage has its first input, so that stages would gather one after another. Their reductions would be as
+    much in a row on the CPU, where each ends before the backward that it belongs to, and its gradients are sent only
+    then; there they wait for the end of the schedule, if gradients of several micro-batches lie there whole anyway.
     """
 
     def __init__(
@@ -45,6 +50,9 @@ class PipelineRunner:
         self._device = device
         self._replicas = replicas
         self._splits = plan.schedule in ZERO_BUBBLE
+        whole = plan.gradient_sync == "last" and plan.num_microbatches > 1
+        self._reduces_late = device.type == "cpu" and whole and not self._splits
+        self._has_run = False
         self._schedules: dict[tuple[Any, ...], Any] = {}  # by the shapes of inputs, and how many micro-batches
 
     def step(
@@ -75,6 +83,9 @@ class PipelineRunner:
             self._replicas.begin(ends_step)
         for stage in self._stages:
             stage.begin(micro_batches, self._device)
+        if self._has_run:  # before, fully_shard has not looked around yet
+            for unit in self._kept():
+                unit.unshard(async_op=True)
         key = (count, *shapes_in(micro_batches[0]))
         if key not in self._schedules:
             self._schedules[key] = self._make_schedule(count)
@@ -89,10 +100,18 @@ class PipelineRunner:
                     "with --pin schedule=1f1b"
                 ) from error
             raise
+        self._has_run = True
         for stage in self._stages:
+            if self._reduces_late:
+                _reduce(stage, last=True)
             for unit, _ in stage.fsdp_units:
                 unit.reshard()  # a stage whose outputs want no gradient has had no backward to do it
         return [] if last is None else last.losses
+
+    def _kept(self) -> Iterator[FSDPModule]:
+        """Units whose parameters stay gathered from the first forward to the last backward, in their order."""
+        for stage in self._stages:
+            yield from (unit for unit, gives_back in stage.fsdp_units if not gives_back)
 
     def _make_schedule(self, count: int) -> Any:
         plan, stages = self._plan, [self._torch_stage(stage) for stage in self._stages]
@@ -134,6 +153,9 @@ class PipelineRunner:
         """Kept parameters stay gathered until gradients are reduced, which weights to be done later put off."""
         now = not self._splits and (last or self._plan.gradient_sync == "every")
         _set_sync(stage, reduce=now, release=now)
+        if self._reduces_late:
+            for unit in self._kept():
+                _set_unit(unit, reduce=False, gives_back=False)
         if self._splits and stage.stage > 0:
             self._gather(stage)
         if last and not self._splits and self._replicas is not None:
@@ -159,17 +181,26 @@ class PipelineRunner:
 
     def _after_weights(self, stage: StageModule, last: bool) -> None:
         """And which would reduce gradients."""
-        if isinstance(stage, FSDPModule):
-            _set_sync(stage, reduce=last or self._plan.gradient_sync == "every", release=last)
-            reduce_gradients(stage)
+        _reduce(stage, last, self._plan.gradient_sync == "every")
+
+
+def _reduce(stage: StageModule, last: bool, every: bool = False) -> None:
+    """Reduce what gradients there are, after the last backward or after every one."""
+    if isinstance(stage, FSDPModule):
+        _set_sync(stage, reduce=last or every, release=last)
+        reduce_gradients(stage)
 
 
 def _set_sync(stage: StageModule, reduce: bool, release: bool) -> None:
     """Whether a backward reduces gradients, and gives back those parameters, too, that the plan keeps."""
-    for module, gives_back in stage.fsdp_units:
-        module.set_requires_gradient_sync(reduce, recurse=False)
-        module.set_is_last_backward(reduce)
-        module.set_reshard_after_backward(release or gives_back, recurse=False)
+    for unit, gives_back in stage.fsdp_units:
+        _set_unit(unit, reduce, release or gives_back)
+
+
+def _set_unit(unit: FSDPModule, reduce: bool, gives_back: bool) -> None:
+    unit.set_requires_gradient_sync(reduce, recurse=False)
+    unit.set_is_last_backward(reduce)
+    unit.set_reshard_after_backward(gives_back, recurse=False)
 
 
 class _Hidden(nn.Module):
