@@ -28,10 +28,12 @@ class PipelineRunner:
     Gradients that fully_shard reduces are reduced as the plan's gradient_sync says: after the last micro-batch, or
     after each. replicas: average those of replicas of these stages; None: somebody else does.
 
-    Parameters that the plan keeps gathered are gathered as a step begins, on all stages at once: fully_shard by itself
-    begins when a stage has its first input, so that stages would gather one after another. Their reductions would be as
-    much in a row on the CPU, where each ends before the backward that it belongs to, and its gradients are sent only
-    then; there they wait for the end of the schedule, if gradients of several micro-batches lie there whole anyway.
+    On the CPU parameters that the plan keeps gathered are gathered as a step begins, on all stages at once: fully_shard
+    by itself begins when a stage has its first input, so that stages would gather one after another. Reductions would
+    be as much in a row, for each ends before the backward that it belongs to, and gradients are sent only then; they
+    wait for the end of the schedule, if gradients of several micro-batches lie there whole anyway. (On GPUs reductions
+    run beside the backward; and gathers at once would leave the allocator with a second copy of the parameters, in
+    blocks of another stream.)
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class PipelineRunner:
         self._device = device
         self._replicas = replicas
         self._splits = plan.schedule in ZERO_BUBBLE
+        self._on_cpu = device.type == "cpu"
         whole = plan.gradient_sync == "last" and plan.num_microbatches > 1
-        self._reduces_late = device.type == "cpu" and whole and not self._splits
+        self._reduces_late = self._on_cpu and whole and not self._splits
         self._has_run = False
         self._schedules: dict[tuple[Any, ...], Any] = {}  # by the shapes of inputs, and how many micro-batches
 
@@ -83,7 +86,7 @@ class PipelineRunner:
             self._replicas.begin(ends_step)
         for stage in self._stages:
             stage.begin(micro_batches, self._device)
-        if self._has_run:  # before, fully_shard has not looked around yet
+        if self._on_cpu and self._has_run:  # before, fully_shard has not looked around yet
             for unit in self._kept():
                 unit.unshard(async_op=True)
         key = (count, *shapes_in(micro_batches[0]))
