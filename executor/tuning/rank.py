@@ -92,8 +92,8 @@ def _laps(given: argparse.Namespace, rank: int, plan: "Plan", loaded: "LoadedMod
     warm_up_s = [trainer.step(share).step_time_s for _ in range(WARM_UP_STEPS)]
     exchanged = exchange_times(plan, trainer.mesh.processes, device, words) if several else None
     if rank == 0:
-        told = None if exchanged is None else exchanged.model_dump(mode="json")
-        _say({"event": "ready", "warm_up_s": warm_up_s, "exchanged": told})
+        seen = None if exchanged is None else exchanged.model_dump(mode="json")
+        _say({"event": "ready", "warm_up_s": warm_up_s, "exchanged": seen})
     for count in _orders(given, rank, words):
         restart_peak_memory(device)
         if computed is not None:
