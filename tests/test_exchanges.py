@@ -9,7 +9,7 @@ import torch
 from meshwright.executor.measuring.exchange_times import PARTNERS, exchange_times, pairings, rates_of
 from meshwright.executor.measuring.exchanges import (
     KINDS,
-    Exchanged,
+    TimedExchanges,
     collective_sizes,
     expected_collectives,
     measured_collectives,
@@ -109,7 +109,7 @@ def test_stages_on_fast_hosts_exchange_fast_and_groups_over_all_hosts_as_the_slo
 def test_collectives_that_several_jobs_timed_count_once_each_by_their_median() -> None:
     sizes = collective_sizes(PLAN.cluster)
     jobs = [
-        Exchanged(collectives=tuple((kind, size, taken) for size in sizes for kind in KINDS))
+        TimedExchanges(collectives=tuple((kind, size, taken) for size in sizes for kind in KINDS))
         for taken in (1.0, 5.0, 2.0)
     ]
 
@@ -123,7 +123,7 @@ def test_collectives_that_several_jobs_timed_count_once_each_by_their_median() -
     assert measured_collectives([]) == []
 
 
-def _timed(plan: Plan) -> Exchanged:
+def _timed(plan: Plan) -> TimedExchanges:
     return exchange_times(plan, range(plan.degrees.num_devices), torch.device("cpu"))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.executor.measuring.exchanges import Exchanged, expected_collectives
+from meshwright.executor.measuring.exchanges import TimedExchanges, expected_collectives
 from meshwright.executor.measuring.significance import Apart, paired
 from meshwright.executor.measuring.slow_hosts import SlowHost, slower_cluster
 from meshwright.executor.measuring.slow_links import SlowLink, with_slow_links
@@ -156,7 +156,9 @@ class SlowLinkTrack(HiddenTrack):
         told = [(each.kind, each.full_bytes) for each in expected_collectives(plan, PROFILE)]
         rates = [[rate * self._random.gauss(1.0, 0.003) for rate in (2.0, 2.0, 1.0, 1.0)] for _ in range(3)]
         collectives = [(kind, size, collective_s(kind, size, links)) for kind, size in told]
-        return replace(found, exchanged=Exchanged.model_validate({"host_rates": rates, "collectives": collectives}))
+        return replace(
+            found, exchanged=TimedExchanges.model_validate({"host_rates": rates, "collectives": collectives})
+        )
 
 
 def test_hosts_behind_slower_links_are_found_by_what_passes_between_them_and_planned_for(tmp_path: Path) -> None:

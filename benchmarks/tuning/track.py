@@ -19,7 +19,7 @@ import torch.distributed as dist
 from benchmarks.planned_vs_manual.jobs import STEP_LIMIT_S, Task, before_others, join_hosts, padded_trainer
 from benchmarks.planned_vs_manual.padded import Clock
 from meshwright.executor.measuring.exchange_times import exchange_times
-from meshwright.executor.measuring.exchanges import Exchanged
+from meshwright.executor.measuring.exchanges import TimedExchanges
 from meshwright.executor.trainer import computed_seconds
 from meshwright.executor.tuning.jobs import Fallen, Lap
 from meshwright.planner.plan.document import Plan
@@ -117,7 +117,7 @@ def _serve(rank: int, ranks: int, task: Task, pipe: Connection) -> None:
             label, plan, steps = pipe.recv()
             faulthandler.dump_traceback_later(STEP_LIMIT_S * 2, exit=True, file=sys.__stderr__)
             began = time.monotonic()
-            started_s, exchanged = 0.0, Exchanged() if has_exchanged else None
+            started_s, exchanged = 0.0, TimedExchanges() if has_exchanged else None
             if exchanged is None:
                 exchanged, has_exchanged = exchange_times(plan, range(ranks), torch.device("cpu")), True
             if label not in trainers:

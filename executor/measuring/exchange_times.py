@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ...planner.cost.comm_cost import CollectiveKind
 from ...planner.plan.document import Plan
 from ..torch_compat import all_gather_single, reduce_scatter_single
-from .exchanges import KINDS, Exchanged, collective_sizes
+from .exchanges import KINDS, TimedExchanges, collective_sizes
 from .measurement import quantile
 
 FEWEST_HOSTS = 3
@@ -48,7 +48,7 @@ def pairings(hosts: int, most: int = PARTNERS) -> list[dict[int, int]]:
 
 def exchange_times(
     plan: Plan, processes: Sequence[int], device: torch.device, words: dist.ProcessGroup | None = None
-) -> Exchanged:
+) -> TimedExchanges:
     """What the ranks of a plan take to exchange bytes. All of them call it.
 
     processes: [rank of the plan] -> process of the default group, whose backend carries tensors of `device`; words: a
@@ -56,7 +56,7 @@ def exchange_times(
     """
     places = [plan.cluster.host_of(processes.index(process)) for process in range(len(processes))]
     rates = _host_rates(places, plan.cluster.between_hosts.bandwidth, device, words)
-    return Exchanged(host_rates=rates, collectives=_collectives(collective_sizes(plan.cluster), device, words))
+    return TimedExchanges(host_rates=rates, collectives=_collectives(collective_sizes(plan.cluster), device, words))
 
 
 def _collectives(
@@ -87,7 +87,8 @@ def _collectives(
 def _host_rates(
     places: Sequence[Place], bytes_per_s: float, device: torch.device, words: dist.ProcessGroup | None
 ) -> tuple[tuple[float, ...], ...]:
-    """As in Exchanged. places: [process]; bytes_per_s: of a host's link as it is told, by which messages are sized."""
+    """As in TimedExchanges. places: [process]; bytes_per_s: of a host's link as it is told, by which messages are
+    sized."""
     hosts = 1 + max(host for host, _ in places)
     if hosts < FEWEST_HOSTS:
         return ()

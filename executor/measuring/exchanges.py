@@ -28,7 +28,7 @@ _LEAST_BYTES, _MOST_BYTES = 1 << 18, 1 << 25
 the job holds."""
 
 
-class Exchanged(Frozen):
+class TimedExchanges(Frozen):
     """host_rates: [repeat][host] bytes per second that pass between a host and that one of its partners with which it
     is fastest, in the slower direction; () for fewer than three hosts. collectives: (kind, bytes of the full tensor,
     median seconds of the slowest rank) over all ranks."""
@@ -53,7 +53,7 @@ def expected_collectives(plan: Plan, profile: ModelProfile) -> list[MeasuredColl
     return [MeasuredCollective(kind, float(size), math.nan, plan, profile) for size in sizes for kind in KINDS]
 
 
-def measured_collectives(found: Sequence[tuple[Plan, ModelProfile, Exchanged]]) -> list[MeasuredCollective]:
+def measured_collectives(found: Sequence[tuple[Plan, ModelProfile, TimedExchanges]]) -> list[MeasuredCollective]:
     """Each collective once, by its median over all jobs that timed it. found: of jobs on clusters of as many ranks."""
     seconds: dict[tuple[CollectiveKind, float], list[float]] = {}
     for _, _, exchanged in found:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from ...planner.plan.document import Plan
-from ..measuring.exchanges import Exchanged
+from ..measuring.exchanges import TimedExchanges
 from .rank import MARK
 from .record import Cause
 
@@ -70,7 +70,7 @@ class Lap:
     memory_kind: str
     peak_reserved_bytes: tuple[int, ...] = ()
     rank_compute_s: tuple[float, ...] = ()
-    exchanged: Exchanged | None = None
+    exchanged: TimedExchanges | None = None
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class LaunchedTrack:
             self._start(label, plan, steps, step_limit_s, more)
         job, _ = self._jobs[label]
         started_s, has_begun = 0.0, not fresh
-        exchanged: Exchanged | None = None
+        exchanged: TimedExchanges | None = None
         if not fresh:
             job.tell(str(steps))
         while True:
@@ -295,7 +295,7 @@ class LaunchedTrack:
                 has_begun = True
             elif said["event"] == "ready":
                 started_s = time.monotonic() - began
-                exchanged = None if said["exchanged"] is None else Exchanged.model_validate(said["exchanged"])
+                exchanged = None if said["exchanged"] is None else TimedExchanges.model_validate(said["exchanged"])
                 if self._keeps:
                     job.tell(str(steps))
             elif said["event"] == "lap":

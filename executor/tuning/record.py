@@ -16,7 +16,7 @@ from ...planner.plan.document import Plan
 from ...planner.plan.training import TrainingSpec
 from ...profiler.document import Frozen, in_a_sentence
 from ...profiler.machine.cluster import ClusterSpec
-from ..measuring.exchanges import Exchanged
+from ..measuring.exchanges import TimedExchanges
 from ..measuring.measurement import quantile
 
 Cause = Literal["memory", "killed", "hang", "crash", "launch", "budget"]
@@ -86,7 +86,9 @@ class LapLine(Frozen):
     rank_compute_s: tuple[NonNegativeFloat, ...] = Field(
         default=(), description="[rank] median seconds of a step without waiting for others; empty: not known"
     )
-    exchanged: Exchanged | None = Field(default=None, description="what its ranks exchanged when they were started")
+    exchanged: TimedExchanges | None = Field(
+        default=None, description="what its ranks exchanged when they were started"
+    )
     at_s: NonNegativeFloat
 
     @property
