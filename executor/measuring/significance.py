@@ -75,6 +75,16 @@ def ratio_of(logs: Sequence[float], ratios: int) -> tuple[float, float, float]:
     return math.exp(mean), math.exp(mean - half), math.exp(min(mean + half, 700.0))
 
 
+def means_of_alike(ratios: Mapping[int, float], noise: float) -> dict[int, float]:
+    """Each of some ratios by its number; of those that differ by no more than the noise the mean."""
+    left, found = sorted(ratios, key=lambda number: ratios[number]), dict[int, float]()
+    while left:
+        alike = [number for number in left if ratios[number] <= ratios[left[0]] * (1 + noise)]
+        left = left[len(alike) :]
+        found |= dict.fromkeys(alike, sum(ratios[number] for number in alike) / len(alike))
+    return found
+
+
 def paired(medians: Mapping[str, Mapping[int, float]], leader: str) -> dict[str, Apart]:
     """Label -> how it compares with the leader, over the turns that both took; without those who share none.
 

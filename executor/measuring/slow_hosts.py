@@ -25,13 +25,13 @@ from ...planner.cost.bands import time_band
 from ...planner.cost.estimate import estimate
 from ...planner.cost.refit import NOISE, slower
 from ...planner.plan.document import Plan
-from ...profiler.machine.cluster import ClusterSpec, Device
+from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
 from ..reporting.run_diagnosis import UNKNOWN
 from ..reporting.run_report import WARM_UP_STEPS, check_run_of
 from ..run_document import load_run
 from .measurement import quantile
-from .significance import CONFIDENCE, ratio_of
+from .significance import CONFIDENCE, means_of_alike, ratio_of
 
 Floats = NDArray[np.float64]
 
@@ -152,15 +152,9 @@ def slower_cluster(
 ) -> ClusterSpec:
     """The cluster with devices in the slow hosts that take so much longer for everything that they compute. Hosts that
     differ by no more than repeats of a run do are one kind: their mean. source: who says so."""
-    devices: dict[int, Device] = {}
-    left = sorted(slow, key=lambda each: each.ratio)
-    while left:
-        alike = [each for each in left if each.ratio <= left[0].ratio * (1 + NOISE)]
-        left = left[len(alike) :]
-        ratio = sum(each.ratio for each in alike) / len(alike)
-        for each in alike:
-            devices[each.host] = slower(cluster.device_of(each.ranks[0]), ratio, source)
-    return cluster.changed(devices)
+    ratios = means_of_alike({each.host: each.ratio for each in slow}, NOISE)
+    own = {each.host: cluster.device_of(each.ranks[0]) for each in slow}
+    return cluster.changed({host: slower(own[host], ratio, source) for host, ratio in ratios.items()})
 
 
 def _what_ranks_do(plan: Plan) -> tuple[object, ...]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...planner.cost.refit import NOISE
-from ...profiler.machine.cluster import ClusterSpec, Link
-from .significance import CONFIDENCE, ratio_of
+from ...profiler.machine.cluster import ClusterSpec
+from .significance import CONFIDENCE, means_of_alike, ratio_of
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,7 @@ def slow_links(rates: Sequence[Sequence[float]]) -> tuple[SlowLink, ...]:
 def with_slow_links(cluster: ClusterSpec, slow: Sequence[SlowLink]) -> ClusterSpec:
     """The cluster with slower networks of these hosts. Hosts that differ by no more than repeats of a run do have one
     and the same: their mean."""
-    networks: dict[int, Link] = {}
-    left = sorted(slow, key=lambda each: each.ratio)
-    while left:
-        alike = [each for each in left if each.ratio <= left[0].ratio * (1 + NOISE)]
-        left = left[len(alike) :]
-        ratio = sum(each.ratio for each in alike) / len(alike)
-        bandwidth = cluster.network.bandwidth / ratio
-        networks |= {each.host: cluster.network.model_copy(update={"bandwidth": bandwidth}) for each in alike}
-    return cluster.changed({}, networks)
+    told = cluster.network
+    ratios = means_of_alike({each.host: each.ratio for each in slow}, NOISE)
+    rates = {host: told.bandwidth / ratio for host, ratio in ratios.items()}
+    return cluster.changed({}, {host: told.model_copy(update={"bandwidth": rate}) for host, rate in rates.items()})

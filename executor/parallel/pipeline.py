@@ -155,10 +155,9 @@ class PipelineRunner:
     def _before_backward(self, stage: StageModule, last: bool) -> None:
         """Kept parameters stay gathered until gradients are reduced, which weights to be done later put off."""
         now = not self._splits and (last or self._plan.gradient_sync == "every")
-        _set_sync(stage, reduce=now, release=now)
-        if self._reduces_late:
-            for unit in self._kept():
-                _set_unit(unit, reduce=False, gives_back=False)
+        for unit, gives_back in stage.fsdp_units:
+            ends_here = now and (gives_back or not self._reduces_late)
+            _set_sync(unit, reduce=ends_here, gives_back=gives_back or ends_here)
         if self._splits and stage.stage > 0:
             self._gather(stage)
         if last and not self._splits and self._replicas is not None:
@@ -190,17 +189,13 @@ class PipelineRunner:
 def _reduce(stage: StageModule, last: bool, every: bool = False) -> None:
     """Reduce what gradients there are, after the last backward or after every one."""
     if isinstance(stage, FSDPModule):
-        _set_sync(stage, reduce=last or every, release=last)
+        for unit, gives_back in stage.fsdp_units:
+            _set_sync(unit, reduce=last or every, gives_back=last or gives_back)
         reduce_gradients(stage)
 
 
-def _set_sync(stage: StageModule, reduce: bool, release: bool) -> None:
-    """Whether a backward reduces gradients, and gives back those parameters, too, that the plan keeps."""
-    for unit, gives_back in stage.fsdp_units:
-        _set_unit(unit, reduce, release or gives_back)
-
-
-def _set_unit(unit: FSDPModule, reduce: bool, gives_back: bool) -> None:
+def _set_sync(unit: FSDPModule, reduce: bool, gives_back: bool) -> None:
+    """Whether a unit's backward reduces gradients and gives its parameters back."""
     unit.set_requires_gradient_sync(reduce, recurse=False)
     unit.set_is_last_backward(reduce)
     unit.set_reshard_after_backward(gives_back, recurse=False)

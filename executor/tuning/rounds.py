@@ -522,9 +522,8 @@ class Tuning:
         found = []
         for label, laps in self.record.laps().items():
             plan, profile, _ = self._ran(label)
-            ran = (
-                plan if plan.cluster.num_devices < self._base.num_devices else on_cluster(plan, self._base, profile)[0]
-            )
+            hosts = self._base if self._base.num_devices == plan.cluster.num_devices else plan.cluster
+            ran = plan.model_copy(update={"cluster": hosts})
             found += [(ran, profile, lap.exchanged) for lap in laps if lap.exchanged is not None]
         return measured_collectives(found)
 

@@ -242,8 +242,9 @@ class ClusterSpec(Frozen):
 
     @property
     def between_hosts(self) -> Link:
-        """The slowest network of any host: two hosts talk at the lower rate of both."""
-        return min((group.network or self.network for group in self.hosts), key=lambda link: link.bandwidth)
+        """The network of hosts that talk at the lowest rate and the longest latency of any of them."""
+        networks = [group.network or self.network for group in self.hosts]
+        return Link(bandwidth=min(n.bandwidth for n in networks), latency=max(n.latency for n in networks))
 
     @property
     def kinds(self) -> tuple["ClusterSpec", ...]:
