@@ -119,6 +119,10 @@ def rule_of(error: ValidationError, model: type[BaseModel]) -> str:
         high = next((words.format(ends[name]) for name, words in highs.items() if name in ends), "")
         if low and high:
             return f"it should be {low} {'' if high.startswith('to') else 'and '}{high}"
+    if first["type"] == "missing":
+        return "it is missing"
+    if first["type"] in ("model_type", "dict_type"):
+        return "it should be a table of names and values, { name = value, ... }"
     return first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
 
 

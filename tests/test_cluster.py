@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from meshwright.planner.answers.sensitivity import scaled
+from meshwright.planner.cost.refit import hosts_with, turned_hosts
 from meshwright.profiler.document import rule_of
 from meshwright.profiler.machine.cluster import (
     HARDWARE_FOLDER,
@@ -259,20 +261,9 @@ def test_names_of_nvidia_smi_match_presets(name: str, memory_mib: float, preset:
 
 
 def test_hosts_behind_a_slower_link_are_of_a_kind_of_their_own(tmp_path: Path) -> None:
-    hosts = """
-[network]
-bandwidth = "50 GB/s"
-latency = "10 us"
+    hosts = CLUSTER.replace("a100-40gb", "h100-80gb")
+    hosts += 'network = { bandwidth = "12.5 GB/s", latency = "30 us" }\n'
 
-[[hosts]]
-count = 2
-device = "h100-80gb"
-
-[[hosts]]
-count = 2
-device = "h100-80gb"
-network = { bandwidth = "12.5 GB/s", latency = "30 us" }
-"""
     cluster = load_cluster(cluster_file(tmp_path, hosts))
 
     fast, slow = cluster.kinds
@@ -285,8 +276,37 @@ network = { bandwidth = "12.5 GB/s", latency = "30 us" }
     assert fast.changed({}, {}).hosts == fast.changed({}).hosts
 
 
-def test_a_network_of_hosts_that_is_none_is_refused_with_its_place(tmp_path: Path) -> None:
-    hosts = '[[hosts]]\ndevice = "h100-80gb"\nnetwork = { bandwidth = "0 GB/s", latency = "1 us" }\n'
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        ('{ bandwidth = "0 GB/s", latency = "1 us" }', "network.bandwidth: it should be above 0"),
+        ('{ bandwidth = "25 GB/s" }', "network.latency: it is missing"),
+        ('"25 GB/s"', "network: it should be a table of names and values"),
+    ],
+)
+def test_a_network_of_hosts_that_is_none_is_refused_with_its_place(tmp_path: Path, network: str, message: str) -> None:
+    hosts = f'[[hosts]]\ndevice = "h100-80gb"\nnetwork = {network}\n'
 
-    with pytest.raises(ValueError, match=r"\[\[hosts\]\] 1 of 1: network.bandwidth: it should be above 0"):
+    with pytest.raises(ValueError, match=rf"\[\[hosts\]\] 1 of 1: {message}"):
         load_cluster(cluster_file(tmp_path, hosts))
+
+
+def test_of_several_networks_the_lowest_rate_and_the_longest_latency_count() -> None:
+    told = cluster_of(load_device("h100-80gb"), 16)
+    near = told.network.model_copy(update={"bandwidth": told.network.bandwidth / 2, "latency": 0.0})
+
+    between = told.changed({}, {1: near}).between_hosts
+
+    assert between.bandwidth == near.bandwidth
+    assert between.latency == told.network.latency > 0
+
+
+def test_what_moves_networks_moves_those_of_hosts(tmp_path: Path) -> None:
+    told = cluster_of(load_device("h100-80gb"), 16)
+    slow = told.changed({}, {1: told.network.model_copy(update={"bandwidth": told.network.bandwidth / 2})})
+
+    for moved in (scaled(slow, "network", 0.5), turned_hosts(slow, {"network bandwidth": 0.5})):
+        assert moved.between_hosts.bandwidth == pytest.approx(slow.between_hosts.bandwidth / 2)
+        assert moved.network.bandwidth == pytest.approx(slow.network.bandwidth / 2)
+    alike = slow.kinds[1]
+    assert hosts_with(alike, alike.device).between_hosts == alike.device.network

@@ -16,6 +16,8 @@ from meshwright.executor.measuring.exchanges import (
 )
 from meshwright.executor.measuring.local_ranks import run_local_ranks
 from meshwright.executor.measuring.slow_links import SlowLink, slow_links, with_slow_links
+from meshwright.executor.reporting.report import hosts_in_order
+from meshwright.planner.answers.explain import reason
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import make_plan
@@ -104,6 +106,16 @@ def test_stages_on_fast_hosts_exchange_fast_and_groups_over_all_hosts_as_the_slo
     assert step_s() < step_s(2, 3) <= step_s(0, 1) <= step_s(0, 1, 2, 3)
     assert (step_s(2, 3) == pytest.approx(step_s(0, 1, 2, 3))) is as_slow_as_all
     assert (step_s(2, 3) == pytest.approx(step_s(0, 1))) is as_slow_as_all
+
+
+def test_stages_over_hosts_of_several_networks_say_which_counts_and_what_would_part_them() -> None:
+    unequal = with_slow_links(PLAN.cluster, [SlowLink(host, 2.0, 2.0, 2.0) for host in (2, 3)])
+    plan = PLAN.model_copy(update={"cluster": unequal})
+
+    why = reason(plan, estimate(plan, PROFILE))
+
+    assert "hosts whose links differ, so all count as the slowest (25 GB/s per host); a pipeline of 2 stages" in why
+    assert "links are not equally fast" in hosts_in_order(plan)
 
 
 def test_collectives_that_several_jobs_timed_count_once_each_by_their_median() -> None:

@@ -60,11 +60,23 @@ def chosen() -> SearchResult:
     return search(PROFILE, CLUSTER, TRAINING, time_limit_s=5.0)
 
 
-def race(folder: Path, chosen: SearchResult, track: HiddenTrack, resume: bool = False) -> tuple[Tuned, Record]:
+def race(
+    folder: Path,
+    chosen: SearchResult,
+    track: HiddenTrack,
+    resume: bool = False,
+    cluster: ClusterSpec = CLUSTER,
+    knobs: Collection[str] = tuple(TRUTH),
+) -> tuple[Tuned, Record]:
     place = Venue(folder / "plan.json", resume=resume)
-    record = open_record(place, header_of("net", PROFILE.fingerprint, chosen.plan, CLUSTER, None))
-    job = Job(PROFILE, CLUSTER, TRAINING, search_s=2.0, knobs=tuple(TRUTH))
+    record = open_record(place, header_of("net", PROFILE.fingerprint, chosen.plan, cluster, None))
+    job = Job(PROFILE, cluster, TRAINING, search_s=2.0, knobs=tuple(knobs))
     return Tuning(job, track, record, lambda line: None).run(chosen), record
+
+
+def race_on(folder: Path, cluster: ClusterSpec, track: HiddenTrack, knobs: Collection[str]) -> tuple[Tuned, Record]:
+    """A race on another cluster, from what is searched for there."""
+    return race(folder, search(PROFILE, cluster, TRAINING, time_limit_s=5.0), track, cluster=cluster, knobs=knobs)
 
 
 def test_a_race_ends_with_the_best_plan_of_the_hidden_device_and_its_constants(
@@ -113,12 +125,8 @@ class SlowHostTrack(HiddenTrack):
 
 def test_a_slow_host_is_found_by_what_ranks_compute_and_planned_for(tmp_path: Path) -> None:
     track = SlowHostTrack()
-    before = search(PROFILE, TWO_HOSTS, TRAINING, time_limit_s=5.0)
-    place = Venue(tmp_path / "plan.json")
-    record = open_record(place, header_of("net", PROFILE.fingerprint, before.plan, TWO_HOSTS, None))
 
-    job = Job(PROFILE, TWO_HOSTS, TRAINING, search_s=2.0, knobs=tuple(TRUTH))
-    found = Tuning(job, track, record, lambda line: None).run(before)
+    found, _ = race_on(tmp_path, TWO_HOSTS, track, TRUTH)
 
     best = search(PROFILE, track._cluster, TRAINING, time_limit_s=5.0)
     (slow,) = found.slow
@@ -163,12 +171,8 @@ class SlowLinkTrack(HiddenTrack):
 
 def test_hosts_behind_slower_links_are_found_by_what_passes_between_them_and_planned_for(tmp_path: Path) -> None:
     track = SlowLinkTrack()
-    before = search(PROFILE, FOUR_HOSTS, TRAINING, time_limit_s=5.0)
-    place = Venue(tmp_path / "plan.json")
-    record = open_record(place, header_of("net", PROFILE.fingerprint, before.plan, FOUR_HOSTS, None))
 
-    job = Job(PROFILE, FOUR_HOSTS, TRAINING, search_s=2.0, knobs=tuple(NETWORK))
-    found = Tuning(job, track, record, lambda line: None).run(before)
+    found, record = race_on(tmp_path, FOUR_HOSTS, track, NETWORK)
 
     assert [each.host for each in found.slow_links] == [2, 3]
     assert found.slow == ()
@@ -181,7 +185,7 @@ def test_hosts_behind_slower_links_are_found_by_what_passes_between_them_and_pla
     assert track.true_s(found.plan) <= 1.02 * track.true_s(best.plan)
     assert sum(line.startswith("bytes to and from host") for line in sentences(found)) == 2
     assert [each["host"] for each in tuned_document(found, [])["slow_links"]] == [2, 3]
-    again = load_record(place.record)
+    again = load_record(record.path)
     assert [lap.exchanged for lap in again.laps()[found.label]] == [lap.exchanged for lap in record.laps()[found.label]]
 
 
