@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
@@ -286,7 +287,7 @@ def _shard(
     plan: Plan,
     layers: list[LayerPlan],
     mesh: RankMesh,
-    materialise: Callable[[list[nn.Module]], None],
+    materialise: Callable[[list[nn.Module], DeviceMesh], None],
 ) -> list[tuple[FSDPModule, bool]]:
     """fully_shard every layer that owns its parameters, then the rest with the root; returns (unit, gives back)."""
     policy = MixedPrecisionPolicy()
@@ -307,7 +308,7 @@ def _shard(
         owned = _owned(model, layer, readers)
         if not owned:
             continue
-        materialise(owned)
+        materialise(owned, mesh.data_mesh)
         for owner in owned:
             owner.register_forward_hook(_without_views)
         unit: Any = owned[0]
@@ -315,7 +316,7 @@ def _shard(
         if len(owned) > 1:
             gather_before_any_backward(unit, owned)
         units.append((unit, layer.reshard))
-    materialise([module])
+    materialise([module], mesh.data_mesh)
     module.register_forward_hook(_without_views)
     shard(module, reshard_after_forward=False)
     units.append((module, False))  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
@@ -68,10 +69,10 @@ def shard_experts(
     layer: LayerPlan,
     mesh: RankMesh,
     policy: MixedPrecisionPolicy,
-    materialise: Callable[[list[nn.Module]], None],
+    materialise: Callable[[list[nn.Module], DeviceMesh], None],
 ) -> list[nn.Module]:
     """fully_shard the layer's banks over the ranks that hold the same experts; the units. materialise: gives a module
-    its numbers, which this does one bank after another.
+    its numbers, those that a rank of this mesh keeps, which this does one bank after another.
 
     Each of those has tokens of all ranks that it shares experts with, so that the sum over them is the sum over all
     tokens. Like other gradients it is divided by the ranks that have samples, or parts of samples, of their own.
@@ -85,7 +86,7 @@ def shard_experts(
     for module, _ in _banks(stage, plan, [layer]):
         if isinstance(module, FSDPModule):  # the layer runs twice
             continue
-        materialise([module])
+        materialise([module], of)
         unit = fully_shard(
             module,
             mesh=of,

@@ -2,6 +2,8 @@
 
 import functools
 import hashlib
+import heapq
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -11,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ...planner.cost.sharding import shard_dim
 from ...profiler.model.building import parameters_on_meta
 from ...profiler.model.fake_modes import fake_mode
 from ...profiler.model.held_tensors import HeldTensors, keep_hooks
@@ -24,8 +28,8 @@ from ..torch_compat import replaced_truncated_normal
 BUILD_LIMIT_BYTES = 4 * 2**30
 """Models up to this size, counted in fp32, are built whole on the CPU of every rank."""
 
-BLOCK_ELEMENTS = 2**24
-"""Larger parameters of large models are made in blocks of so many elements (64 MiB in fp32), whole rows each, by a seed
+BLOCK_ELEMENTS = 2**18
+"""Larger parameters of large models are made in blocks of so many elements (1 MiB in fp32), whole rows each, by a seed
 of each block: a rank makes only those that it holds rows of."""
 
 _ALIKE = ("normal_", "uniform_", "fill_", "zero_", "mul_", "add_", "sub_", "div_", "clamp_", "_no_grad_trunc_normal_")
@@ -117,7 +121,13 @@ def empty_values(model_fn: Callable[[], nn.Module], model: nn.Module, loaded: se
     def parameter(name: str) -> torch.Tensor:
         return torch.empty_like(likes[name], device="cpu") if name in likes else others.parameter(name)
 
-    return Values(parameter, others.buffer, others.attributes)
+    def blocks(name: str, rows: range) -> Iterator[torch.Tensor]:
+        if name in likes:
+            yield torch.empty_like(likes[name][rows.start : rows.stop], device="cpu")
+        else:
+            yield from others.rows(name, rows)
+
+    return Values(parameter, others.buffer, others.attributes, blocks)
 
 
 def _without_parameters(model_fn: Callable[[], nn.Module]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -169,6 +179,7 @@ class OpRecording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[_WritingCall] = []
+        self._writers: defaultdict[int, list[int]] = defaultdict(list)
         self._storages: dict[int, Any] = {}
 
     def note_in_place(
@@ -177,7 +188,7 @@ class OpRecording(TorchDispatchMode):
         """Note a function that fills a tensor as one call, instead of its operators."""
         view = self._view(tensor)
         storage = frozenset([view.storage])
-        self._calls.append(_WritingCall(function, (view, *args), kwargs, storage, storage, (view,)))
+        self._note(_WritingCall(function, (view, *args), kwargs, storage, storage, (view,)))
         return tensor
 
     def __torch_dispatch__(
@@ -194,10 +205,13 @@ class OpRecording(TorchDispatchMode):
                 written |= {self._view(x).storage for x in _tensors(value)}
         if written:
             saved_args, saved_kwargs = tree_map(self._saved, (args, kwargs))
-            self._calls.append(
-                _WritingCall(func, saved_args, saved_kwargs, frozenset(given), frozenset(written), outputs)
-            )
+            self._note(_WritingCall(func, saved_args, saved_kwargs, frozenset(given), frozenset(written), outputs))
         return output
+
+    def _note(self, call: _WritingCall) -> None:
+        for storage in call.written:
+            self._writers[storage].append(len(self._calls))
+        self._calls.append(call)
 
     def repeat(self, tensor: torch.Tensor, seed: int, name: str) -> torch.Tensor:
         """The tensor with real numbers, on the CPU. Raises ValueError if it was never given any."""
@@ -210,6 +224,9 @@ class OpRecording(TorchDispatchMode):
 
     def blocks(self, tensor: torch.Tensor, seed: int, name: str, rows: range) -> Iterator[torch.Tensor]:
         """These rows of what `repeat` gives, in order; of a large tensor one block after another is made."""
+        if not rows:
+            yield torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype)
+            return
         calls = self._calls_behind(tensor, name)
         if not self._can_be_cut(tensor, calls):
             yield self.repeat(tensor, seed, name)[rows.start : rows.stop]
@@ -223,17 +240,25 @@ class OpRecording(TorchDispatchMode):
 
     def _calls_behind(self, tensor: torch.Tensor, name: str) -> list[_WritingCall]:
         """What gave a tensor its numbers, in order."""
-        needed, calls = {self._view(tensor).storage}, []
-        for call in reversed(self._calls):
-            if call.written & needed:
-                needed |= call.read
-                calls.append(call)
+        own = self._view(tensor).storage
+        needed, found = {own}, set[int]()
+        waiting = [-number for number in self._writers[own]]  # the last call first
+        heapq.heapify(waiting)
+        while waiting:
+            number = -heapq.heappop(waiting)
+            found.add(number)
+            for storage in self._calls[number].read - needed:
+                needed.add(storage)
+                for earlier in self._writers[storage]:
+                    if earlier < number and earlier not in found:
+                        heapq.heappush(waiting, -earlier)
+        calls = [self._calls[number] for number in sorted(found)]
         if all(call.function.__name__.startswith(("empty", "new_empty")) for call in calls):
             raise ValueError(
                 f"{name} gets no numbers when the model is built on fake tensors, as models above "
                 f"{BUILD_LIMIT_BYTES / 2**30:.0f} GiB are; initialise it in the constructor, by torch functions"
             )
-        return calls[::-1]
+        return calls
 
     def _can_be_cut(self, tensor: torch.Tensor, calls: list[_WritingCall]) -> bool:
         """Whether the tensor is large, and every call fills all of its elements alike, or some of one row."""
@@ -258,7 +283,7 @@ class OpRecording(TorchDispatchMode):
 
         number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little") >> 1
         with torch.random.fork_rng([]), torch.no_grad():
-            torch.manual_seed(number)
+            torch.default_generator.manual_seed(number)  # not torch.manual_seed, which seeds accelerators, too
             for call in calls:
                 args, kwargs = tree_map(real, (call.args, call.kwargs))
                 output = call.function(*args, **kwargs)
@@ -318,6 +343,27 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
 
 
+def _within(ranges: Iterable[range], places: range) -> list[range]:
+    """The parts of ranges that lie at these places of all of them, joined; some may be empty."""
+    found, before = [], 0
+    for rows in ranges:
+        found.append(rows[max(0, places.start - before) : max(0, places.stop - before)])
+        before += len(rows)
+    return found
+
+
+def kept_rows(shape: tuple[int, ...], num_shards: int, rank: int) -> range:
+    """The rows of a parameter that fully_shard leaves on one rank: those that torch.chunk gives it, on the last ranks
+    fewer or none; all rows where another dim is divided.
+
+    shape: of what one tensor rank holds.
+    """
+    if shard_dim(shape, num_shards) != 0:
+        return range(shape[0])
+    size = -(-shape[0] // num_shards)
+    return range(shape[0])[rank * size : (rank + 1) * size]
+
+
 def model_bytes(model: nn.Module) -> int:
     """Bytes of all parameters in fp32, tied ones once."""
     return sum(4 * p.numel() for p in model.parameters())
@@ -346,33 +392,46 @@ class Materialiser:
         self._meta: list[torch.Tensor] = []
         HeldTensors(self._held).enter(stage)
 
-    def __call__(self, modules: Iterable[nn.Module]) -> None:
-        """Materialise what is on the meta device in these modules; parameters that were one object stay one."""
+    def __call__(self, modules: Iterable[nn.Module], mesh: DeviceMesh | None = None) -> None:
+        """Materialise what is on the meta device in these modules; parameters that were one object stay one.
+
+        mesh: what fully_shard gets next with these modules: rows that it will not leave on this rank are memory
+        without numbers.
+        """
+        # What fully_shard divides must be freed then, and no other call asks for it.
+        made = self._made if mesh is None else {}
         for module in modules:
             for submodule in module.modules():
-                self._parameters(submodule)
+                self._parameters(submodule, mesh, made)
                 self._buffers(submodule)
 
-    def _parameters(self, module: nn.Module) -> None:
+    def _parameters(self, module: nn.Module, mesh: DeviceMesh | None, made: dict[int, torch.Tensor]) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                module._parameters[name] = self._once(parameter, self._make)  # type: ignore[assignment]
+                own = self._once(parameter, lambda p: self._make(p, mesh), made)
+                module._parameters[name] = own  # type: ignore[assignment]
 
-    def _once(self, tensor: torch.Tensor, make: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        if id(tensor) not in self._made:
+    def _once(
+        self, tensor: torch.Tensor, make: Callable[[Any], torch.Tensor], made: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
+        if id(tensor) not in made:
             self._meta.append(tensor)  # keeps the id from being given to another object
-            self._made[id(tensor)] = make(tensor)
-        return self._made[id(tensor)]
+            made[id(tensor)] = make(tensor)
+        return made[id(tensor)]
 
-    def _make(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _make(self, parameter: nn.Parameter, mesh: DeviceMesh | None = None) -> nn.Parameter:
         name = self._names[id(parameter)]
-        made = self._own_rows(name, parameter) if parameter.dim() else self._on_device(self._values.parameter(name))
+        if parameter.dim():
+            made = self._own_rows(name, parameter, mesh)
+        else:
+            made = self._on_device(self._values.parameter(name))
         made = nn.Parameter(made, requires_grad=parameter.requires_grad)
         keep_hooks(parameter, made)
         return made
 
-    def _own_rows(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
-        """What this rank holds of a parameter; of one whose values come in blocks, one block lies beside it."""
+    def _own_rows(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh | None) -> torch.Tensor:
+        """What this rank holds of a parameter, with numbers in the rows that it keeps; of one whose values come in
+        blocks, one block lies beside it."""
         cut, held = self._cuts.get(name), self._experts.get(name)
         if held is not None:
             ranges = [range(held.first, held.first + held.count // held.parts)]
@@ -380,14 +439,20 @@ class Materialiser:
             ranges = cut.rows(self._tensor_rank)
         else:
             ranges = [range(parameter.shape[0])]
-        blocks = (block for rows in ranges for block in self._values.rows(name, rows))
+        shape = [sum(map(len, ranges)), *parameter.shape[1:]]
+        if cut is not None and cut.dim > 0:
+            shape[cut.dim] = sum(cut.parts) // cut.degree
+        kept = range(shape[0])
+        if mesh is not None:
+            kept = kept_rows(tuple(shape), mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
+        blocks = (block for rows in _within(ranges, kept) for block in self._values.rows(name, rows))
         if cut is not None and cut.dim > 0:
             blocks = (cut.local(block, self._tensor_rank) for block in blocks)
-        num_rows, first = sum(map(len, ranges)), next(blocks)
-        if len(first) == num_rows:
+        first = next(blocks)
+        if len(first) == shape[0]:
             return self._on_device(first)
-        made = first.new_empty((num_rows, *first.shape[1:]), device=self._device)
-        _fill(made, chain([first], blocks))
+        made = first.new_empty(shape, device=self._device)
+        _fill(made[kept.start : kept.stop], chain([first], blocks))
         return made
 
     def _on_device(self, value: torch.Tensor) -> torch.Tensor:
@@ -396,7 +461,7 @@ class Materialiser:
     def _buffers(self, module: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = self._once(buffer, self._buffer)
+                module._buffers[name] = self._once(buffer, self._buffer, self._made)
 
     def _buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         return self._values.buffer(self._buffer_names[id(buffer)]).to(self._device, copy=True)
@@ -405,13 +470,13 @@ class Materialiser:
         """What stands for a tensor that is kept elsewhere: the parameter or buffer that it is, or what the constructor
         has made; what a stage keeps of others' parameters is left alone."""
         if id(tensor) in self._names:
-            return self._once(tensor, self._make)
+            return self._once(tensor, self._make, self._made)
         if id(tensor) in self._buffer_names:
-            return self._once(tensor, self._buffer)
+            return self._once(tensor, self._buffer, self._made)
         made = self._values.attributes.get(place)
         if made is None or made.is_meta:
             return tensor
-        return self._once(tensor, lambda held: self._like(held, self._on_device(made)))
+        return self._once(tensor, lambda held: self._like(held, self._on_device(made)), self._made)
 
     @staticmethod
     def _like(held: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
