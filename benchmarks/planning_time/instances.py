@@ -181,6 +181,8 @@ def _layer_class(draw: random.Random, name: str) -> LayerClass:
     transient = draw.uniform(0, 1e8)
     shares = sorted((draw.uniform(0, 1), draw.uniform(0, 1)))
     core = (draw.uniform(1e9, 1e11), draw.uniform(1e4, 1e6))
+    own = random.Random(f"put off {saved}")
+    put_off, spent = own.uniform(0.0, 1.0) * saved, own.choice((0.0, 0.0, 0.9)) * saved
     experts: tuple[Experts, ...] = ()
     products: tuple[OpProfile, ...] = ()
     if kind == "mixture":
@@ -218,6 +220,8 @@ def _layer_class(draw: random.Random, name: str) -> LayerClass:
             inputs=elements(inputs / 2, sliced),
             forward_transient=Bytes(),
             backward_transient=elements(transient / 2, cut),
+            put_off=elements(put_off / 2, cut),
+            spent=elements(spent / 2, cut),
             collectives=collectives,
         )
 

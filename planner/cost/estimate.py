@@ -236,7 +236,7 @@ def _stages(
         tied = sum(elements for count, layers, elements in here if 0 < count < len(layers))
         total = combine(
             _in_order(costs),
-            shape.in_flight(index),
+            shape.flights(index),
             crossings[first],
             crossings[last],
             arrivals.at(index),

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from ...profiler.model.model_profile import ZERO, Costs, amount_at
 from ..plan.document import Recompute, parts_of
+from ..plan.schedules import ZERO_BUBBLE
 from ..plan.shape import LayerOption, Shape
 from .expert_cost import NO_ELEMENTS
 from .kept import kept, memo_by
@@ -59,6 +60,32 @@ class LayerBytes(LayerElements):
         kept = kept_at(layer_class, costs, recompute, shape.samples, self.training.compute_bytes, tensor)
         return kept + self.arriving_bytes(kind, shape, keeps_arriving(layer_class, recompute))
 
+    def least_kept_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
+        """The same at least, wherever in its backward the micro-batch is."""
+        return self.kept_bytes(kind, shape, recompute) + min(0.0, self.put_off_bytes(kind, shape))
+
+    def put_off_bytes(self, kind: Kind, shape: Shape) -> float:
+        """Bytes that a layer holds more of a micro-batch that waits for its backward for weights than of one that waits
+        for its backward for inputs: the gradients that weights need, without what is of no more use. 0 where schedules
+        do not tell the two apart."""
+        if shape.schedule not in ZERO_BUBBLE:
+            return 0.0
+        _, costs, tensor = self.mode(kind, shape)
+        memory = self.software.memory
+        put_off = costs.put_off.at(shape.samples, self.training.compute_bytes, tensor)
+        if memory.logit_bytes is not None and self.ends_in_loss(kind, shape):
+            return put_off
+        spent = costs.spent.at(shape.samples, self._loss_bytes(shape), tensor)
+        return put_off - spent * memory.kept("none", self.training.precision)
+
+    def _loss_bytes(self, shape: Shape) -> int:
+        """Bytes of an element of what a layer that ends in the loss keeps: autocast computes it in fp32."""
+        return MASTER_BYTES if self._autocasts(shape) else self.training.compute_bytes
+
+    def _autocasts(self, shape: Shape) -> bool:
+        mixed = self.training.is_mixed and not self.software.memory.pure
+        return mixed and not uses_buffers(shape, self.training) and not uses_fully_shard(shape, self.training)
+
     @memo_by(
         lambda self, kind, shape, recompute: (
             *(kind, shape.tensor, shape.sequence, shape.cuts, shape.samples, recompute),
@@ -71,11 +98,9 @@ class LayerBytes(LayerElements):
         batch, element_bytes = shape.samples, self.training.compute_bytes
         _, costs, tensor = self.mode(kind, shape)
         logits = self._logits_bytes(kind, shape)
-        buffers = uses_buffers(shape, self.training)
-        mixed = self.training.is_mixed and not buffers and not self.software.memory.pure
-        autocast = mixed and not uses_fully_shard(shape, self.training)
-        if autocast and logits:
-            element_bytes = MASTER_BYTES
+        autocast = self._autocasts(shape)
+        if logits:
+            element_bytes = self._loss_bytes(shape)
         saved = costs.saved.at(batch, element_bytes, tensor)
         kept = kept_at(self.layer_class(kind), costs, recompute, batch, element_bytes, tensor)
         forward = costs.forward_transient.at(batch, element_bytes, tensor)

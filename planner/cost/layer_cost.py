@@ -88,6 +88,7 @@ class CostModel(LayerExchanges, LayerBytes):
             offload_backward_s=exposed_s(away_s, seconds.backward, 1.0, self.device.contention),
             arrived_bytes=self._arrived_bytes(kind, shape, option),
             host_s=waiting_s,
+            put_off_bytes=self.put_off_bytes(kind, shape),
         )
 
     def _away_s(self, num_bytes: float) -> float:

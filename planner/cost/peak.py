@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan.shape import Shape
-from .memory_cost import StateBytes
+from ..plan.shape import InFlight, Shape
+from .memory_cost import MASTER_BYTES, StateBytes
 from .priced_layer import LayerCost
 
 Floats = NDArray[np.float64]
@@ -19,7 +20,9 @@ class Moment:
     """One pass backward over a stage, and what it finds there. While a layer has its turn, it and those before it hold
     `before`, and those after it in the chain, whose turn is over, `behind`.
 
-    flights: micro-batches whose activations are there when it begins. before_shards, behind_shards: bytes of gradients
+    flights: micro-batches whose activations are there when it begins, of which put_off wait for their weights. kind:
+    the whole backward, or that for inputs, after which one more waits and nothing is gone, or that for weights.
+    before_shards, behind_shards: bytes of gradients
     per trainable element; before_whole, behind_whole: whether accumulated ones are there beyond these. copies_stay:
     layers keep gathered copies after their turn. reduces: gradients are reduced. sends: gradients of the micro-batch
     before are on their way to the stage before.
@@ -33,14 +36,26 @@ class Moment:
     copies_stay: bool
     reduces: bool
     sends: bool
+    put_off: int = 0
+    kind: Literal["whole", "inputs", "weights"] = "whole"
+
+    def kept_before(self, cost: LayerCost) -> float:
+        """Bytes of a layer's activations until its turn is over."""
+        return self.flights * cost.kept_bytes + self.put_off * cost.put_off_bytes
+
+    def kept_behind(self, cost: LayerCost) -> float:
+        """Bytes of a layer's activations after its turn."""
+        if self.kind == "inputs":
+            return self.kept_before(cost) + cost.put_off_bytes
+        return (self.flights - 1) * cost.kept_bytes + max(0, self.put_off - 1) * cost.put_off_bytes
 
     def before(self, cost: LayerCost) -> float:
         """Bytes of a layer until its turn is over."""
-        return self.flights * cost.kept_bytes + cost.held_bytes + self.gradients_before(cost)
+        return self.kept_before(cost) + cost.held_bytes + self.gradients_before(cost)
 
     def behind(self, cost: LayerCost) -> float:
         """Bytes of a layer after its turn."""
-        return (self.flights - 1) * cost.kept_bytes + self.copies_behind(cost) + self.gradients_behind(cost)
+        return self.kept_behind(cost) + self.copies_behind(cost) + self.gradients_behind(cost)
 
     def copies_behind(self, cost: LayerCost) -> float:
         """Bytes of copies of parameters that a layer holds after its turn."""
@@ -57,6 +72,8 @@ class Moment:
 
     def transient(self, cost: LayerCost, behind: LayerCost | None) -> float:
         """Bytes that are there only during a layer's turn. behind: the next layer of the stage, if there is one."""
+        if self.kind == "weights" and not self.reduces:
+            return min(cost.transient_bytes, cost.trainable_elements * MASTER_BYTES)
         return cost.reducing_bytes(behind) if self.reduces else cost.transient_bytes
 
     def shared_gradients(self, state: StateBytes) -> float:
@@ -94,9 +111,29 @@ class Arrivals:
         return Arrivals(self.inputs[here], self.passed[here], self.gradients[here])
 
 
-def moments_of(shape: Shape, state: StateBytes, in_flight: int) -> tuple[Moment, ...]:
+def moments_of(shape: Shape, state: StateBytes, in_flight: InFlight) -> tuple[Moment, ...]:
     """The passes of a step that may hold most: one in the middle (all gradients are there), the last (they are reduced,
-    one micro-batch is left), and, where it alone finds the pipeline full, the first."""
+    one micro-batch is left), and, where it alone finds the pipeline full, the first. A backward that is split is two
+    passes: at the end of the first one nothing is gone yet."""
+    return tuple(part for moment in _whole_passes(shape, state, in_flight.count) for part in _parts(moment, in_flight))
+
+
+def _parts(moment: Moment, in_flight: InFlight) -> tuple[Moment, ...]:
+    if not in_flight.splits:
+        return (moment,)
+    put_off = min(in_flight.put_off, moment.flights - 1)
+    inputs = replace(
+        moment,
+        behind_shards=moment.before_shards,
+        behind_whole=moment.before_whole,
+        reduces=False,
+        put_off=put_off,
+        kind="inputs",
+    )
+    return inputs, replace(moment, put_off=put_off + 1, kind="weights")
+
+
+def _whole_passes(shape: Shape, state: StateBytes, in_flight: int) -> tuple[Moment, ...]:
     count, shards = shape.num_microbatches, state.sharded_gradients
     if state.buffers:
         return (Moment(min(in_flight, count), shards, shards, True, True, True, reduces=False, sends=False),)

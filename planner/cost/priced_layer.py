@@ -36,14 +36,14 @@ class LayerCost:
     """One layer under one shape and option. Seconds per micro-batch unless `once_`; bytes on one rank.
 
     weight_s: the part of backward_s that is for gradients of weights. host_s: of both passes, what the device waits for
-    the host to issue them. kept_bytes: activations of one micro-batch, until
-    the layer's backward, of which arrived_bytes come from earlier layers and count only because it is recomputed.
-    held_bytes: compute copies of parameters, of which released_bytes are given back once
-    gradients are reduced. accumulated_bytes: gradients before they are reduced, beyond their shards. root_bytes:
-    gradients that wait for fully_shard's root from the layer's backward on, and root_end_bytes what that takes then.
-    transient_bytes: there only during the layer's turn, beyond what is kept and held; ending_bytes: the same in a pass
-    that reduces gradients; waiting_bytes: of that, what is there while those of the layer after it, its reduced_bytes,
-    are on their way.
+    the host to issue them. kept_bytes: activations of one micro-batch, until the layer's backward, of which
+    arrived_bytes come from earlier layers and count only because it is recomputed. put_off_bytes: what a micro-batch
+    holds more (or less) from its backward for inputs to that for weights, where a zero-bubble schedule tells the two
+    apart. held_bytes: compute copies of parameters, of which released_bytes are given back once gradients are reduced.
+    accumulated_bytes: gradients before they are reduced, beyond their shards. root_bytes: gradients that wait for
+    fully_shard's root from the layer's backward on, and root_end_bytes what that takes then. transient_bytes: there
+    only during the layer's turn, beyond what is kept and held; ending_bytes: the same in a pass that reduces gradients;
+    waiting_bytes: of that, what is there while those of the layer after it, its reduced_bytes, are on their way.
     """
 
     forward_s: float
@@ -77,6 +77,12 @@ class LayerCost:
     offload_backward_s: float = 0.0
     arrived_bytes: float = 0.0
     host_s: float = 0.0
+    put_off_bytes: float = 0.0
+
+    @property
+    def least_kept_bytes(self) -> float:
+        """Bytes of activations of a micro-batch in flight, wherever in its backward it is, at least."""
+        return self.kept_bytes + min(0.0, self.put_off_bytes)
 
     def reducing_bytes(self, behind: "LayerCost | None") -> float:
         """Bytes that are there only during the layer's turn in a pass that reduces gradients. behind: the next layer of

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ...profiler.machine.cluster import Device
 from ..plan.document import Axis
-from ..plan.shape import Shape
+from ..plan.shape import InFlight, Shape
 from ..plan.training import TrainingSpec
 from .compute_cost import optimizer_s
 from .crossing_cost import Cut
@@ -38,7 +38,7 @@ class StageCost:
 
 def combine(
     layers: Sequence[tuple[LayerCost, int]],
-    in_flight: int,
+    in_flight: InFlight,
     receives: Cut,
     sends: Cut,
     arrives: Arrivals,
@@ -114,7 +114,7 @@ class _Peak:
         layers: Sequence[tuple[LayerCost, int]],
         shape: Shape,
         state: StateBytes,
-        in_flight: int,
+        in_flight: InFlight,
         sends: Cut,
         arrives: Arrivals,
         shared_elements: float,
@@ -122,8 +122,7 @@ class _Peak:
         """The highest over all passes and turns. Of ranks that hold several stages, whose turns do not come together:
         all that a stage ever keeps, and its largest transient."""
         if shape.virtual_stages > 1:
-            flights = min(in_flight, shape.num_microbatches)
-            return cls._of_all(layers, flights, state, sends, arrives, shared_elements)
+            return cls._of_all(layers, in_flight, state, sends, arrives, shared_elements)
         moments = moments_of(shape, state, in_flight)
         found = [cls._in(moment, layers, state, sends, arrives, shared_elements) for moment in moments]
         return max(found, key=lambda peak: peak.total)
@@ -147,7 +146,7 @@ class _Peak:
             late = n - early
             gradients += early * moment.gradients_before(cost) + late * moment.gradients_behind(cost)
             copies += early * cost.held_bytes + late * moment.copies_behind(cost)
-            activations += (n * (moment.flights - 1) + early) * cost.kept_bytes
+            activations += early * moment.kept_before(cost) + late * moment.kept_behind(cost)
         transient = moment.transient(layers[index][0], behind_of(layers, index, turn))
         return cls(gradients, copies, activations, transient)
 
@@ -155,19 +154,20 @@ class _Peak:
     def _of_all(
         cls,
         layers: Sequence[tuple[LayerCost, int]],
-        flights: int,
+        in_flight: InFlight,
         state: StateBytes,
         sends: Cut,
         arrives: Arrivals,
         shared_elements: float,
     ) -> "_Peak":
+        flights, put_off = in_flight.count, in_flight.put_off + in_flight.splits
         gradients = -shared_elements * (state.sharded_gradients + state.accumulated)
         copies, activations, transient = -shared_elements * state.copied_twice, sent_bytes(sends, flights), 0.0
         activations += float(arrives.held(flights, False, layers[0][0].arrived_bytes)[0])
         for index, (cost, n) in enumerate(layers):
             gradients += n * (cost.trainable_elements * state.sharded_gradients + cost.accumulated_bytes)
             copies += n * (cost.held_bytes + cost.root_bytes)
-            activations += n * flights * cost.kept_bytes
+            activations += n * (flights * cost.kept_bytes + min(flights, put_off) * cost.put_off_bytes)
             for turn in {1, n}:
                 transient = max(transient, cost.reducing_bytes(behind_of(layers, index, turn)))
         return cls(gradients, copies, activations, transient)

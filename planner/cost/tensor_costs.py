@@ -69,6 +69,8 @@ def _changed(base: Costs, alone: list[Costs], peaks_fall: bool) -> Costs:
         inputs=total("inputs"),
         forward_transient=peak("forward_transient"),
         backward_transient=peak("backward_transient"),
+        put_off=total("put_off"),
+        spent=total("spent"),
         collectives=_collectives(base, alone),
     )
 

@@ -215,6 +215,37 @@ def rank_in_flight(
     return tuple(tuple(min(num_microbatches, count) for count in counts) for counts in ahead)
 
 
+_STEADY = 4
+"""Micro-batches for each rank after which a schedule holds no more than before."""
+
+
+@cache
+def rank_put_off(
+    schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int
+) -> tuple[tuple[int, ...], ...]:
+    """[rank][chunk] of a zero-bubble schedule -> micro-batches that wait for the backward for their weights, when a
+    rank holds most and begins the next one for inputs."""
+    few = min(num_microbatches, _STEADY * num_ranks)
+    return tuple(_put_off_at_peak(actions, virtual) for actions in table(schedule, num_ranks, few, virtual))
+
+
+def _put_off_at_peak(actions: Sequence[Action], virtual: int) -> tuple[int, ...]:
+    """[chunk] -> those put off when a rank holds most: what is put off counts for as much again, as it does where
+    gradients that wait are as large as what is kept."""
+    held, waiting, most, found = 0, [0] * virtual, 0, (0,) * virtual
+    for action in actions:
+        if action.kind == "backward":
+            if held + sum(waiting) > most:
+                most, found = held + sum(waiting), tuple(waiting)
+            waiting[action.chunk] += 1
+        elif action.kind == "weight":
+            held -= 1
+            waiting[action.chunk] -= 1
+        else:
+            held += 1
+    return found
+
+
 def _first_in_rounds(passes: int, num_ranks: int, num_microbatches: int, virtual: int) -> tuple[int, ...]:
     """[chunk] -> how many of a rank's first passes are through it."""
     in_round = microbatches_in_round(num_ranks, num_microbatches)

@@ -2,10 +2,20 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .document import AXES, Axis, ContextKind, Degrees, Recompute, layout_name
-from .schedules import Schedule, rank_and_chunk, rank_in_flight
+from .schedules import ZERO_BUBBLE, Schedule, rank_and_chunk, rank_in_flight, rank_put_off
+
+
+class InFlight(NamedTuple):
+    """Micro-batches that a stage holds when its rank holds most. splits: a zero-bubble schedule divides its backward
+    into one for inputs and one for weights; put_off: micro-batches of these that wait for the latter, when the next
+    begins the former."""
+
+    count: int
+    put_off: int = 0
+    splits: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +143,15 @@ class Shape:
         rank, chunk = rank_and_chunk(self.schedule, stage, self.pipeline)
         held = rank_in_flight(self.schedule, self.pipeline, self.num_microbatches, self.virtual_stages)[rank]
         return held[chunk] if chunk < len(held) else 0
+
+    def flights(self, stage: int) -> InFlight:
+        """Those of a stage. The first has no inputs whose gradients anybody waits for: it does all at once, when the
+        weights' turn comes."""
+        if stage == 0 or self.schedule not in ZERO_BUBBLE:
+            return InFlight(min(self.in_flight(stage), self.num_microbatches))
+        rank, chunk = rank_and_chunk(self.schedule, stage, self.pipeline)
+        waiting = rank_put_off(self.schedule, self.pipeline, self.num_microbatches, self.virtual_stages)[rank]
+        return InFlight(min(self.in_flight(stage), self.num_microbatches), waiting[chunk], True)
 
     @property
     def layout(self) -> tuple[object, ...]:

@@ -445,7 +445,7 @@ def _held_by_several(prices: StagePrices, shared: float) -> tuple[list[Floats], 
             + cost.accumulated_bytes + cost.held_bytes + cost.root_bytes
             for cost in costs
         ])  # fmt: skip
-        memory.append(flights[:, None] * np.array([cost.kept_bytes for cost in costs]) + fixed)
+        memory.append(flights[:, None] * np.array([cost.least_kept_bytes for cost in costs]) + fixed)
     twice = state.sharded_parameters + state.optimizer + state.sharded_gradients + state.accumulated
     twice += max(0.0, state.copied_twice)
     passing = [min(cost.ending_bytes for cost in costs) for costs in prices.costs]

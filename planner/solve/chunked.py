@@ -23,7 +23,7 @@ from ..cost.simulate import least_step_s, simulated_step_s
 from ..cost.stage_cost import StageCost, allocated_on_one
 from ..plan.document import Recompute
 from ..plan.schedules import ZERO_BUBBLE, Schedule, stage_of
-from ..plan.shape import Shape
+from ..plan.shape import InFlight, Shape
 from .columns import ROUNDING, Choice, Prices
 from .knapsack import tie_prices
 from .scan import Assignment
@@ -485,7 +485,7 @@ def handed_on(frame: Chunking, rank: int) -> Ints:
     return _moves(*_ranges(frame, rank)[:3], np.arange(frame.num_stages + 1))
 
 
-HeldStages = tuple[tuple[int, int, int], ...]
+HeldStages = tuple[tuple[int, int, InFlight], ...]
 """[stage of a rank] -> the first stage on such a device, composition, micro-batches in flight."""
 
 _Stages = tuple[tuple[Choice, StageCost], ...]
@@ -511,10 +511,10 @@ class Known:
         shape: Shape = prices.shape
         self.frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
         self.stages_of = [self.frame.stages(rank) for rank in range(self.frame.num_ranks)]
-        self.flights = [shape.in_flight(stage) for stage in range(self.frame.num_stages)]
+        self.flights = [shape.flights(stage) for stage in range(self.frame.num_stages)]
         on = [prices.on(stage) for stage in range(self.frame.num_stages)]
         self.devices = [next(i for i, other in enumerate(on) if other is mine) for mine in on]
-        self._stages: dict[tuple[int, int, int, tuple[tuple[int, ...], ...]], tuple[Choice, StageCost]] = {}
+        self._stages: dict[tuple[int, int, InFlight, tuple[tuple[int, ...], ...]], tuple[Choice, StageCost]] = {}
         self._ranks: dict[HeldStages, _Stages | None] = {}
         self._busy: dict[HeldStages, float] = {}
 
@@ -581,7 +581,7 @@ class Known:
                         yield _OptionStep(place, index, number, after, longer / saved)
 
     @memo_by(lambda self, device, flights, run: (flights, id(self.prices.on(device).costs[run])))
-    def _hull(self, device: int, flights: int, run: int) -> list[int]:
+    def _hull(self, device: int, flights: InFlight, run: int) -> list[int]:
         """Options of a run, from the fastest on, each paying least for a byte beyond the one before. Rows of runs that
         cost the same are one object."""
         costs = self.prices.on(device).costs[run]
@@ -599,7 +599,7 @@ class Known:
         item = self.prices.chain.compositions[composition]
         return range(item.first_run, item.last_run + 1)
 
-    def _fastest(self, device: int, composition: int, flights: int) -> list[list[int]]:
+    def _fastest(self, device: int, composition: int, flights: InFlight) -> list[list[int]]:
         """[run of the composition][option] -> layers, all at the fastest."""
         counts = self.prices.chain.compositions[composition].counts
         found = []
@@ -609,7 +609,9 @@ class Known:
             found.append(row)
         return found
 
-    def _stage(self, device: int, composition: int, flights: int, counts: list[list[int]]) -> tuple[Choice, StageCost]:
+    def _stage(
+        self, device: int, composition: int, flights: InFlight, counts: list[list[int]]
+    ) -> tuple[Choice, StageCost]:
         """Options and cost of a stage. counts: [run][option] -> layers; those that hold least come first."""
         prices = self.prices.on(device)
         key = device, composition, flights, tuple(map(tuple, counts))
@@ -677,12 +679,11 @@ class Known:
         prices = np.array([0.0, *sorted({step.price for step in self._steps(held)})])
         room = self.prices.on(held[0][0]).budget - sum(c.allocated_bytes - c.items["transient"] for c in fastest)
         least_s, least_bytes, transient = np.zeros(len(prices)), 0.0, 0.0
-        for device, composition, in_flight in held:
+        for device, composition, flights in held:
             on, counts = self.prices.on(device), self.prices.chain.compositions[composition].counts
-            flights = min(in_flight, self.prices.shape.num_microbatches)
-            arriving = on.arriving_bytes(composition, flights)
+            arriving = on.arriving_bytes(composition, flights.count)
             for run, number in zip(self._runs(composition), counts, strict=True):
-                costs, first = on.costs[run], self._hull(device, in_flight, run)[0]
+                costs, first = on.costs[run], self._hull(device, flights, run)[0]
                 seconds = np.array([cost.microbatch_s for cost in costs]) - costs[first].microbatch_s
                 size = np.array([_held_bytes(cost, flights) for cost in costs]) - _held_bytes(costs[first], flights)
                 least_s += number * (seconds[:, None] + prices * size[:, None]).min(axis=0)
@@ -714,9 +715,9 @@ class Known:
         return Assignment(step_s, tuple(compositions), tuple(choices)) if step_s < cutoff_s else None
 
 
-def _held_bytes(cost: LayerCost, flights: int) -> float:
+def _held_bytes(cost: LayerCost, flights: InFlight) -> float:
     """Bytes that an option of a layer adds to its stage, as far as options differ in them."""
-    return flights * cost.kept_bytes + cost.held_bytes
+    return flights.count * cost.kept_bytes + cost.held_bytes
 
 
 def best_chunking(prices: Prices, cuts_tried: Sequence[Ints], cutoff_s: float) -> Assignment | None:

@@ -20,7 +20,7 @@ from ..cost.peak import Arrivals, Moment, moments_of, running
 from ..cost.priced_layer import LayerCost
 from ..cost.stage_cost import StageCost, allocatable_bytes, combine, sent_bytes
 from ..plan.document import Recompute
-from ..plan.shape import NO_EXTRAS, LayerOption, Offered, Shape
+from ..plan.shape import NO_EXTRAS, InFlight, LayerOption, Offered, Shape
 from .knapsack import Turns, in_time, lightest, tie_prices
 from .relaxed import least_slowest_s
 from .solver import OutOfTimeError
@@ -166,7 +166,7 @@ class StagePrices:
         """The prices on the device of a stage: here, the same for all."""
         return self
 
-    def stage_cost(self, composition: int, choice: Choice, in_flight: int) -> StageCost:
+    def stage_cost(self, composition: int, choice: Choice, in_flight: InFlight) -> StageCost:
         """The whole account of a composition with its options."""
         item = self.chain.compositions[composition]
         layers = [(self.costs[run][self.options[run].index(option)], count) for run, option, count in choice.parts]
@@ -216,7 +216,7 @@ class StagePrices:
         seconds: Floats = self.received_s + sends[self.chain.last_runs]
         return seconds
 
-    def _weight_bounds(self, in_flight: int, some: Ints) -> Floats:
+    def _weight_bounds(self, in_flight: InFlight, some: Ints) -> Floats:
         """[of these compositions] -> weight that its options have at least: memory at a price, the best of the prices
         where two options of a run tie, for every pass."""
         counts, last_runs = self.chain.counts[some], self.chain.last_runs[some]
@@ -244,7 +244,7 @@ class StagePrices:
         shape, state = self.shape, self._state
         each = self._state_bytes(state.optimizer)
         shared = self.chain.counted_twice(shape)
-        passes = [self._passes_of(shape.in_flight(stage))[0] for stage in stages]
+        passes = [self._passes_of(shape.flights(stage))[0] for stage in stages]
         twice = shared * max(one.moment.shared(state) for one in passes)
         rooms = np.full(len(passes), self.budget - self._held_bytes + twice)
         rooms -= [
@@ -282,7 +282,7 @@ class StagePrices:
         closed form below `cutoff_s`, and where the passes of a stage alone make a step longer than `step_s`.
         """
         shape, chain = self.shape, self.chain
-        in_flight = shape.in_flight(stage)
+        in_flight = shape.flights(stage)
         seconds = fastest = self._fastest_microbatch_s
         may_stand = self._update_fits & self._balanced(cutoff_s, fastest)
         may_stand &= shape.num_microbatches * fastest <= step_s * (1 + ROUNDING)
@@ -338,23 +338,23 @@ class StagePrices:
 
     def exact_s(self, composition: int, stage: int, cutoff_s: float = float("inf")) -> float:
         """Seconds per micro-batch of a composition on a stage at its best options; infinite if none fit."""
-        found = self._priced_one(composition, self.shape.in_flight(stage), cutoff_s)
+        found = self._priced_one(composition, self.shape.flights(stage), cutoff_s)
         return np.inf if found is None else found[0].microbatch_s
 
     def _single_stage(self, seconds: Floats) -> tuple[Floats, Floats]:
         """Prices of the one composition of a pipeline of one, where what is paid once depends on the options."""
         whole = int(np.flatnonzero(np.isfinite(seconds))[0])
-        found = self._priced_one(whole, self.shape.in_flight(0), float("inf"))
+        found = self._priced_one(whole, self.shape.flights(0), float("inf"))
         assert found is not None
         once = np.full(len(seconds), np.inf)
         seconds[whole], once[whole] = found[0].microbatch_s, found[0].once_s
         return seconds, once
 
-    def cheapest(self, composition: int, in_flight: int) -> tuple[StageCost, Choice] | None:
+    def cheapest(self, composition: int, in_flight: InFlight) -> tuple[StageCost, Choice] | None:
         """What a composition costs at its best options, and those; None if none fit."""
         return self._priced_one(composition, in_flight, float("inf"))
 
-    def choice(self, composition: int, in_flight: int) -> Choice:
+    def choice(self, composition: int, in_flight: InFlight) -> Choice:
         """The options behind a price."""
         priced = self.cheapest(composition, in_flight)
         assert priced is not None
@@ -373,7 +373,7 @@ class StagePrices:
         seconds: Floats = data + (trainable - self._shared_elements) / shard * each_s
         return seconds
 
-    def _priced_one(self, composition: int, in_flight: int, cutoff_s: float) -> tuple[StageCost, Choice] | None:
+    def _priced_one(self, composition: int, in_flight: InFlight, cutoff_s: float) -> tuple[StageCost, Choice] | None:
         key = composition, in_flight
         if key not in self._priced:
             try:
@@ -385,7 +385,7 @@ class StagePrices:
             self._priced[key] = (cost, choice) if cost is not None and choice is not None and fits else None
         return self._priced[key]
 
-    def _best_choice(self, composition: int, in_flight: int, cutoff: float) -> Choice | None:
+    def _best_choice(self, composition: int, in_flight: InFlight, cutoff: float) -> Choice | None:
         """Options of a composition's layers of least total weight whose memory fits, in the order of their turns."""
         item = self.chain.compositions[composition]
         runs = range(item.first_run, item.last_run + 1)
@@ -417,7 +417,7 @@ class StagePrices:
         ]
         return Choice(tuple(parts))
 
-    def _quick_choice(self, composition: int, in_flight: int) -> Choice:
+    def _quick_choice(self, composition: int, in_flight: InFlight) -> Choice:
         """Options that a price of memory asks for, at the least price where they fit; those that hold least if none."""
         item, held = self.chain.compositions[composition], self._passes_of(in_flight)[0].before
         runs = range(item.first_run, item.last_run + 1)
@@ -438,7 +438,7 @@ class StagePrices:
                 low = middle + 1
         return at(float(ties[min(low, len(ties) - 1)]) * (1 + ROUNDING))
 
-    def _rooms(self, in_flight: int) -> list[tuple[Floats, Floats]]:
+    def _rooms(self, in_flight: InFlight) -> list[tuple[Floats, Floats]]:
         """[pass] -> ([composition] -> bytes that layers may hold at most, the same if the first layer takes its fastest
         option), beyond parameters and optimizer state. The options of a stage's first layer decide what the stage
         holds of what arrives."""
@@ -469,7 +469,7 @@ class StagePrices:
         parameter_bytes = self._state.sharded_parameters
         return self.per_run(lambda c: c[0].elements * parameter_bytes + c[0].trainable_elements * trainable_bytes)
 
-    def _passes_of(self, in_flight: int) -> "list[_Pass]":
+    def _passes_of(self, in_flight: InFlight) -> "list[_Pass]":
         """What every option of every run holds in the passes that may hold most."""
         if in_flight not in self._passes:
             self._passes[in_flight] = [
@@ -477,7 +477,7 @@ class StagePrices:
             ]
         return self._passes[in_flight]
 
-    def _order(self, run: int, in_flight: int) -> list[int]:
+    def _order(self, run: int, in_flight: InFlight) -> list[int]:
         """Options of a run in the order in which its layers take them, so that it holds least: those that pass through
         most come first, when least is kept. What shrinks memory comes before all others, the lowest first."""
         passes = self._passes_of(in_flight)
@@ -487,7 +487,7 @@ class StagePrices:
             range(len(rise)), key=lambda o: (0, float(rise[o] + most[o])) if rise[o] < 0 else (1, -float(most[o]))
         )
 
-    def _holds(self, in_flight: int, some: Ints, fastest: bool) -> NDArray[np.bool_]:
+    def _holds(self, in_flight: InFlight, some: Ints, fastest: bool) -> NDArray[np.bool_]:
         """[of these compositions] -> whether it fits with the fastest option of each run, or else with the least of
         every item."""
 
@@ -506,12 +506,13 @@ class StagePrices:
             fits &= most.max(axis=1) <= rooms[fastest][some]
         return fits
 
-    def _fits(self, in_flight: int, some: Ints) -> NDArray[np.bool_]:
+    def _fits(self, in_flight: InFlight, some: Ints) -> NDArray[np.bool_]:
         """[of these compositions] -> whether it fits with the fastest option of each run."""
         if in_flight not in self._known_fits:
             known = np.full(len(self.chain.compositions), _UNKNOWN)
-            for flights, fitting in self._known_fits.items():  # fewer micro-batches hold no more
-                known[fitting == int(flights > in_flight)] = int(flights > in_flight)
+            for other, fitting in self._known_fits.items():  # fewer micro-batches hold no more
+                if other[1:] == in_flight[1:]:
+                    known[fitting == int(other > in_flight)] = int(other > in_flight)
             self._known_fits[in_flight] = known
         known = self._known_fits[in_flight]
         fresh = some[known[some] == _UNKNOWN]
@@ -520,7 +521,7 @@ class StagePrices:
         fits: NDArray[np.bool_] = known[some] == 1
         return fits
 
-    def _may_fit(self, in_flight: int, some: Ints) -> NDArray[np.bool_]:
+    def _may_fit(self, in_flight: InFlight, some: Ints) -> NDArray[np.bool_]:
         """[of these compositions] -> False where not even the least of every item fits."""
         return self._holds(in_flight, some, fastest=False)
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ..cost.simulate import simulated_step_s
 from ..cost.stage_cost import StageCost
+from ..plan.shape import InFlight
 from .chunked import HeldStages, Known
 from .columns import ROUNDING, Choice, StagePrices
 from .scan import Assignment
@@ -143,7 +144,7 @@ class Enumerated:
         left = unbeaten(np.concatenate((seconds.reshape(len(seconds), 3 * len(stages)), once_s[:, None]), axis=1))
         return _RankChoices(tuple(stages), chosen[left], seconds[left], once_s[left])
 
-    def _found_stage(self, device: int, composition: int, flights: int) -> _StageChoices | None:
+    def _found_stage(self, device: int, composition: int, flights: InFlight) -> _StageChoices | None:
         """What is left of a stage's choices, layer by layer in all orders; None where they are too many."""
         prices = self.prices.on(device)
         if self.prices.shape.virtual_stages == 1 and not any(o.offload for row in prices.options for o in row):
@@ -166,7 +167,7 @@ class Enumerated:
         return _StageChoices(tuple(choices[i] for i in left), table[left])
 
 
-def _cheapest(prices: StagePrices, composition: int, flights: int) -> _StageChoices:
+def _cheapest(prices: StagePrices, composition: int, flights: InFlight) -> _StageChoices:
     """The one choice of a rank's only stage that no other beats, if any fits: recompute makes nothing longer but the
     backward, and the cheapest has the shortest."""
     found = prices.cheapest(composition, flights)

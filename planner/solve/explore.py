@@ -569,5 +569,5 @@ def _at(prices: StagePrices | UnequalPrices, cuts: Ints) -> Assignment | None:
     compositions = [int(table[a, b]) for a, b in itertools.pairwise(cuts)]
     if not all(math.isfinite(prices.on(stage).exact_s(c, stage)) for stage, c in enumerate(compositions)):
         return None
-    choices = tuple(prices.on(s).choice(c, shape.in_flight(s)) for s, c in enumerate(compositions))
+    choices = tuple(prices.on(s).choice(c, shape.flights(s)) for s, c in enumerate(compositions))
     return Assignment(math.nan, tuple(compositions), choices)

@@ -105,5 +105,5 @@ def _add_stage(problem: pulp.LpProblem, k: int, stage: int, prices: Prices, cuto
 def _read_back(prices: Prices, columns: list[_Column], seconds: float) -> Assignment:
     taken = sorted((c for c in columns if (c.variable.varValue or 0.0) > 0.5), key=lambda c: c.stage)
     compositions = tuple(c.composition for c in taken)
-    choices = tuple(prices.on(c.stage).choice(c.composition, prices.shape.in_flight(c.stage)) for c in taken)
+    choices = tuple(prices.on(c.stage).choice(c.composition, prices.shape.flights(c.stage)) for c in taken)
     return Assignment(seconds, compositions, choices)

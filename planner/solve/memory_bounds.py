@@ -273,7 +273,7 @@ class MemoryBounds:
 
     def _ways(self, family: Family, leaves: Leaves, recompute: Recompute | None, offered: Offered) -> _Ways:
         split = family.tensor, family.sequence, family.cuts, family.context, family.context_kind, family.expert
-        key = leaves, *split, family.micro_batch, recompute, offered
+        key = leaves, *split, family.micro_batch, family.schedule in ZERO_BUBBLE, recompute, offered
         if key not in self._known_ways:
             found = self._ways_of_kinds(family, leaves, recompute, offered, range(len(self.bounds.kinds)))
             self._known_ways[key] = _Ways(
@@ -308,13 +308,13 @@ class MemoryBounds:
         if not names:
             return np.zeros(1), np.zeros(1)
         if len(names) == 1:
-            return np.zeros(1), np.array([model.kept_bytes(kind, shape, names[0])])
+            return np.zeros(1), np.array([model.least_kept_bytes(kind, shape, names[0])])
         again = [  # parts repeat some of the rest, or none
             model.least_again_s(kind, shape, way) + (attention_s if model.repeats_attention(kind, shape, way) else 0.0)
             + (rest_s if way in ("selective", "full") else 0.0)
             for way in names
         ]  # fmt: skip
-        return np.array(again), np.array([model.kept_bytes(kind, shape, way) for way in names])
+        return np.array(again), np.array([model.least_kept_bytes(kind, shape, way) for way in names])
 
     def _names(self, kind: Kind, recompute: Recompute | None, offered: Offered) -> tuple[Recompute, ...]:
         """The ways to recompute a layer; none where nothing is known of what they keep."""

@@ -52,7 +52,7 @@ def scan(prices: Prices, cutoff_s: float = float("inf")) -> Assignment | None:
         pass
     if best is None:
         return None
-    choices = tuple(prices.on(s).choice(c, shape.in_flight(s)) for s, c in enumerate(best[1]))
+    choices = tuple(prices.on(s).choice(c, shape.flights(s)) for s, c in enumerate(best[1]))
     return Assignment(best[0], best[1], choices)
 
 
@@ -142,7 +142,7 @@ def simulated_s(prices: Prices, assignment: Assignment) -> float:
     """The step of an assignment by event simulation."""
     shape = prices.shape
     costs = [
-        prices.on(stage).stage_cost(composition, choice, shape.in_flight(stage))
+        prices.on(stage).stage_cost(composition, choice, shape.flights(stage))
         for stage, (composition, choice) in enumerate(zip(assignment.compositions, assignment.choices, strict=True))
     ]
     once_s = [0.0] * shape.pipeline

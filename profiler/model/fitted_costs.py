@@ -29,6 +29,8 @@ def fitted_costs(
         inputs=fit_bytes([run.inputs for run in runs], degree, size),
         forward_transient=fit_bytes([run.forward_transient for run in runs], degree, size),
         backward_transient=fit_bytes([run.backward_transient for run in runs], degree, size),
+        put_off=fit_bytes([run.put_off for run in runs], degree, size),
+        spent=fit_bytes([run.spent for run in runs], degree, size),
         collectives=_collectives(cut, parts),
     )
 

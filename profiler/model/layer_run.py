@@ -4,6 +4,7 @@ The model's own forward runs with every other layer module stubbed and the cross
 meters are on only within the layer. It stops after the layer's last event.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from .fake import FakeModel
 from .meters import NOTHING, Op, Recorder, Size, Storages
 from .model_profile import Producer
 from .part_watch import ModuleCalls, PeakOf
+from .put_off import PutOff
 from .run_shapes import Shapes, TensorSpec
 
 
@@ -83,6 +85,10 @@ class Observation:
     """Both, leaving and arriving, where the compute dtype is fp32: a layer that casts first saves what it was given."""
     forward_transient: Size = NOTHING
     backward_transient: Size = NOTHING
+    put_off: Size = NOTHING
+    """Gradients that wait for the backward for weights, where that is put off."""
+    spent: Size = NOTHING
+    """Of what is saved, what that one has no use for."""
     collectives: list[Collective] = field(default_factory=list)
     outputs: list[TensorSpec] = field(default_factory=list)
     saved_after: int = 0
@@ -125,9 +131,12 @@ class LayerRun:
         self._shapes = shapes
         self._batch = fake.batch(size, seq_len)
         self._cursor = Cursor([layer.last_key for layer in chain.layers], [layer.calls for layer in chain.layers])
-        self._began = False
+        self._began = self._ends_in_loss = False
         self._modules: list[str] = []
         self._saved: set[int] = set()
+        self._savers: dict[int, set[int]] = defaultdict(set)
+        self._spent: set[int] = set()
+        self._put_off: set[int] = set()
         self._outside: set[int] = set()
         self._saved_outside: set[int] = set()
         self._given: set[int] = set()
@@ -190,6 +199,7 @@ class LayerRun:
             )
         if loss is not None:
             self._outputs.clear()
+            self._ends_in_loss = True
             self.recorder.active = False
             number = self.storages.number(loss)  # whoever trains holds it until the backward
             self._saved.add(number)
@@ -211,10 +221,14 @@ class LayerRun:
             return
         own = [self.fake.module.get_parameter(name) for name in self.layer.parameters]
         handles = [p.register_post_accumulate_grad_hook(self._got_weight_gradient) for p in own if p.requires_grad]
+        waiting = PutOff(scalars, self._leaves.values(), own, self._waits)
+        if self._ends_in_loss:
+            self._spent = {number for number in self._saved if waiting.spent(self._savers[number])}
         gradients = [torch.ones_like(scalar) for scalar in scalars]
         self.recorder.active = self.recorder.backward = True
         torch.autograd.backward(scalars, gradients)
         self.recorder.active = False
+        waiting.end()
         for handle in handles:
             handle.remove()
         reached = {self.storages.number(t.grad) for t in self._leaves.values() if t.grad is not None}
@@ -228,6 +242,8 @@ class LayerRun:
         returned = set(self._leaving_as.values())  # counts as what arrives in the next layer, once
         elsewhere = returned | self._outside
         seen.saved = self.storages.total(self._saved, elsewhere)
+        seen.put_off = self.storages.total(self._put_off, elsewhere | self._saved)
+        seen.spent = self.storages.total(self._spent, elsewhere)
         forward = [op for op in seen.ops if not op.backward]
         inside = [op for op, within in zip(forward, self._inside, strict=True) if within and not op.is_view]
         around = self._saved_outside | self._given
@@ -379,6 +395,7 @@ class LayerRun:
         if self.recorder.active:
             number = self.storages.number(tensor)
             self.calls.save(number, len(self.recorder.ops))
+            self._savers[number].add(torch.autograd._get_sequence_nr() - 1)  # type: ignore[attr-defined]
             if self._modules:
                 self.observation.saved_after = len(self.recorder.ops)
             else:
@@ -395,6 +412,9 @@ class LayerRun:
         source = self.fake.loaded.source
         check_unwritten(tensor, version, f"{source} does not train on one device either: in {self.layer.name}")
         return tensor
+
+    def _waits(self, gradient: torch.Tensor) -> None:
+        self._put_off.add(self.storages.number(gradient))
 
     def _got_weight_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:

@@ -142,6 +142,13 @@ class Costs(Frozen):
     inputs: Bytes = Field(description="activations from layers before; CrossingTensor says who keeps them")
     forward_transient: Bytes = Field(description="peak of the forward above saved and inputs")
     backward_transient: Bytes = Field(description="the same of the backward, without weight gradients")
+    put_off: Bytes = Field(
+        default=Bytes(),
+        description="gradients that wait for the backward for weights, where a zero-bubble schedule puts that off",
+    )
+    spent: Bytes = Field(
+        default=Bytes(), description="of `saved` of a layer that ends in the loss, what that backward has no use for"
+    )
     collectives: tuple[CollectiveProfile, ...] = ()
 
 
