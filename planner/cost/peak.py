@@ -115,13 +115,15 @@ def moments_of(shape: Shape, state: StateBytes, in_flight: InFlight) -> tuple[Mo
     """The passes of a step that may hold most: one in the middle (all gradients are there), the last (they are reduced,
     one micro-batch is left), and, where it alone finds the pipeline full, the first. A backward that is split is two
     passes: at the end of the first one nothing is gone yet."""
-    return tuple(part for moment in _whole_passes(shape, state, in_flight.count) for part in _parts(moment, in_flight))
+    whole = _whole_passes(shape, state, in_flight.count)
+    if not in_flight.splits or state.buffers:  # stacks with buffers have schedules of their own
+        return whole
+    return tuple(part for moment in whole for part in _parts(moment, in_flight.put_off))
 
 
-def _parts(moment: Moment, in_flight: InFlight) -> tuple[Moment, ...]:
-    if not in_flight.splits:
-        return (moment,)
-    put_off = min(in_flight.put_off, moment.flights - 1)
+def _parts(moment: Moment, put_off: int) -> tuple[Moment, Moment]:
+    """A pass for inputs, and one for weights."""
+    put_off = min(put_off, moment.flights - 1)
     inputs = replace(
         moment,
         behind_shards=moment.before_shards,
