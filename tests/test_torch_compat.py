@@ -33,12 +33,19 @@ def test_what_the_user_has_said_of_the_allocator_stays(name: str, monkeypatch: p
     assert len({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ)) == 1
 
 
-def test_nothing_is_said_where_it_is_too_late_or_there_is_no_such_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as late:
-        late.setattr(torch.cuda, "is_initialized", lambda: True)
-        grow_segments()
-    with monkeypatch.context() as none:
-        none.setattr(torch.version, "cuda", None)
-        grow_segments()
+def test_an_allocator_that_is_in_use_is_told_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+
+    grow_segments()
+
+    assert told == ["expandable_segments:True"]
+
+
+def test_nothing_is_said_where_there_is_no_such_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+
+    grow_segments()
 
     assert "PYTORCH_ALLOC_CONF" not in os.environ

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from torch import nn
 
 from meshwright.executor.reporting.tune_page import tune_page
 from meshwright.executor.reporting.tune_report import sentences, tuned_document
+from meshwright.executor.tuning import rounds
 from meshwright.executor.tuning.cut_down import CannotCutError, SmallerJob, cut_down, fewer_hosts, unseen
 from meshwright.executor.tuning.fewer_layers import without_blocks
+from meshwright.executor.tuning.jobs import Fallen, Lap
 from meshwright.executor.tuning.record import Record, StandInLine, load_record
 from meshwright.executor.tuning.rounds import Job, Tuned
 from meshwright.executor.tuning.sitting import Venue, header_of, open_record, running_hosts
@@ -254,6 +257,37 @@ def test_memory_of_smaller_jobs_is_within_3_percent_after_the_fit(on_two: tuple[
     assert sum(close) >= 0.95 * len(close)
     assert found.device.context > CLUSTER.device.context + HELD_BESIDE / 2
     assert "Peak memory" in tune_page(found, record)
+
+
+class GpuTrack(SmallTrack):
+    """Ranks on GPUs that hand out what is predicted; their allocators hold twice as much."""
+
+    def lap(self, label: str, plan: Plan, steps: int, limit_s: float, more: Sequence[str] = ()) -> Lap | Fallen:
+        found = super().lap(label, plan, steps, limit_s, more)
+        assert isinstance(found, Lap)
+        model = model_of(len(plan.model.layer_modules) - 2)
+        stages = [memory.allocated_bytes for memory in estimate(plan, model).memory]
+        sizes = [int(stages[plan.coordinates(rank)["pipeline"]]) for rank in range(plan.degrees.num_devices)]
+        held = tuple(2 * size for size in sizes)
+        return replace(found, peak_memory_bytes=tuple(sizes), memory_kind="allocated", peak_reserved_bytes=held)
+
+
+@pytest.mark.parametrize(("full", "kinds"), [(1.0, {"allocated"}), (0.0, {"allocated", "reserved"})])
+def test_what_an_allocator_keeps_tells_nothing_while_there_is_memory_to_spare(
+    full: float,
+    kinds: set[str],
+    chosen: SearchResult,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rounds, "FULL", full)
+
+    found, _ = tuned(tmp_path, chosen, 2, GpuTrack(WHOLE, CLUSTER, TRUTH))
+
+    assert {each.kind for each in found.memory} == kinds
+    assert (found.device.fragmentation == CLUSTER.device.fragmentation) == (kinds == {"allocated"})
+    told = next(line for line in sentences(found) if "memory of" in line)
+    assert ("off by 0.0% in the median and 0.0% at worst, " in told) == (kinds == {"allocated"})
 
 
 def test_plans_that_are_cut_down_to_one_job_share_its_laps(on_two: tuple[Tuned, Record, SmallTrack]) -> None:

@@ -59,6 +59,11 @@ LAP_S, COLD_LAP_S = 2.0, 8.0
 FIRST_SHARE = 0.6
 """Of the budget, for the first round at most: the best plan may be one that joins after a refit."""
 
+FULL = 0.8
+"""Of a GPU's memory, from which on what torch's allocator holds tells of what it needs; an assumption. With memory to
+spare it keeps what it need not give back: GPT-2 held 12.8 GiB of an H100, and its steps ran in 7.4
+(benchmarks/one_gpu/results/memory.md)."""
+
 WORTH = 0.005
 """A newcomer must be predicted to be this much faster than the leader; half of what counts as a difference."""
 
@@ -419,14 +424,16 @@ class Tuning:
         return with_slow_links(slower, self._slow_links) if self._slow_links else slower
 
     def _memory_seen(self) -> list[MeasuredMemory]:
-        """The fullest process of every pipeline coordinate of all that ran."""
-        found = []
+        """The fullest process of every pipeline coordinate of all that ran; of those whose GPU had memory to spare
+        nothing is known but what was allocated."""
+        full, found = FULL * self.job.cluster.device.memory, []
         for label, laps in self.record.laps().items():
             plan, profile, rank = self._ran(label)
             kind: Literal["resident", "reserved"] = "resident" if laps[0].memory_kind == "resident" else "reserved"
             told = [lap.peak_memory_bytes if kind == "resident" else lap.peak_reserved_bytes for lap in laps]
             for position, peak in _fullest(plan, told, rank).items():
-                found.append(MeasuredMemory(label, plan, profile, position, kind, peak))
+                if kind == "resident" or peak >= full:
+                    found.append(MeasuredMemory(label, plan, profile, position, kind, peak))
         return found
 
     def _memory_rows(self) -> tuple[MemoryRow, ...]:
