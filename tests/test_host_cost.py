@@ -150,8 +150,13 @@ NONE: dict[str, Any] = {
         ({"context": True}, host_cost.CONTEXT_FORWARD, host_cost.CONTEXT_BACKWARD),
         ({"num_parameters": 8, "num_microbatches": 4}, 0.0, 2 * host_cost.PARAMETER),
         ({"num_layers": 5, "num_microbatches": 2}, 0.0, host_cost.STEP / 10),
+        (
+            {"num_parameters": 8, "num_microbatches": 4, "split": True},
+            0.0,
+            2 * host_cost.PARAMETER + 8 * host_cost.SPLIT,
+        ),
     ],
-    ids=["unit", "sharded unit", "no unit", "autocast", "exchanges", "context", "parameters", "step"],
+    ids=["unit", "sharded unit", "no unit", "autocast", "exchanges", "context", "parameters", "step", "split"],
 )
 def test_each_hook_counts_where_it_is(given: dict[str, Any], forward: float, backward: float) -> None:
     found = host_cost.hooks(**{**NONE, **given})
@@ -257,3 +262,14 @@ def test_a_pipeline_that_waits_for_the_host_is_bounded_by_the_way_of_one_micro_b
     assert best is not None
     assert least_s >= way_s.min() > 0.0
     assert 0.7 * best.seconds < least_s <= best.seconds
+
+
+@pytest.mark.parametrize("flops", [TINY, LARGE])
+def test_a_split_backward_costs_the_host_for_each_parameter(flops: float) -> None:
+    def backward_s(schedule: Schedule) -> float:
+        shape = replace(spread(1, num_microbatches=4), data_replicate=1, pipeline=2, schedule=schedule)
+        model = CostModel(model_of(flops), cluster(on=HOST, per_host=2), TrainingSpec(global_batch=8, seq_len=64))
+        return model.cost(model.kinds[0], shape, LayerOption()).backward_s
+
+    more_s = backward_s("zb-h1") - backward_s("1f1b")
+    assert more_s == pytest.approx(host_cost.SPLIT * DISPATCH if flops == TINY else 0.0, abs=1e-9)

@@ -41,7 +41,7 @@ def run_rank(loaded: LoadedModel, plan: Plan, rank: int, device: str, steps: int
     on_gpu = device == "cuda"
     with without_peers(rank, plan.degrees.num_devices):
         ours = parallelize(loaded.build, plan, played.adamw, loss=loaded.loss, max_grad_norm=1.0, device=device)
-        batch = _repeated(loaded.batch(1), ours.samples_per_step)
+        batch = repeated(loaded.batch(1), ours.samples_per_step)
         times = []
         for step in range(WARM_UP_STEPS + steps):
             if step == WARM_UP_STEPS and on_gpu:
@@ -90,7 +90,7 @@ def _least_limit(trainer: Trainer, batch: Any, peak: int) -> float | None:
     return least
 
 
-def _repeated(sample: Any, size: int) -> Any:
+def repeated(sample: Any, size: int) -> Any:
     """A batch of so many copies of one sample, whose numbers are legal (tokens of the vocabulary)."""
 
     def repeated(leaf: Any) -> Any:

@@ -43,6 +43,11 @@ CONTEXT_FORWARD, CONTEXT_BACKWARD = 27.0, 20.0
 RECOMPUTED = 57.0
 """Hooks of a checkpoint, which packs and unpacks what is kept and brings back random states."""
 
+SPLIT = 2.1
+"""What torch does for each parameter of a layer, and micro-batch, where a zero-bubble schedule divides the backward: it
+looks for the operators that read one, catches their gradients, and begins a backward at each. Median of six models
+(1.6 to 3.5) whose kernels take no time on a CPU, ZB-H1 beside 1F1B: `python -m benchmarks.execution.split_backward`."""
+
 PARAMETER = 1.2
 """A parameter's share of the gradients' norm and of the optimizer's step."""
 
@@ -103,10 +108,11 @@ def hooks(
     num_parameters: int,
     num_layers: int,
     num_microbatches: int,
+    split: bool = False,
 ) -> Hooks:
     """Of one micro-batch. wrapped: in a unit of fully_shard. autocast_operators, exchanges: in the forward and in the
-    backward. context: its attention is spread over ranks. What a step has once counts with the backward of each
-    micro-batch for a share."""
+    backward. context: its attention is spread over ranks. split: inputs and weights have backwards of their own. What a
+    step has once counts with the backward of each micro-batch for a share."""
     unit = (SHARDED_UNIT if sharded else WHOLE_UNIT) * wrapped
     once = (PARAMETER * num_parameters + STEP / num_layers) / num_microbatches
     return Hooks(
@@ -115,5 +121,6 @@ def hooks(
         + AUTOCAST * autocast_operators[1]
         + EXCHANGE * exchanges[1]
         + CONTEXT_BACKWARD * context
+        + SPLIT * num_parameters * split
         + once,
     )

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..plan.document import Recompute
 from ..plan.legality import divisors
+from ..plan.schedules import ZERO_BUBBLE
 from ..plan.shape import Shape
 from .compute_cost import AsRun, Seconds, accumulate_s, amounts_of, layer_seconds_of_each, optimizer_s
 from .data_cost import added_elements, added_share
@@ -168,14 +169,15 @@ class LayerPasses(JobModel):
         """What of a shape decides what its layers are issued with."""
         return (
             *(shape.tensor, shape.sequence, shape.cuts, shape.expert, shape.samples, shape.num_microbatches),
-            *(shape.sharded_over > 1, shape.context > 1, shape.pipeline == 1, uses_fully_shard(shape, self.training)),
+            *(shape.sharded_over > 1, shape.context > 1, shape.pipeline == 1, shape.schedule in ZERO_BUBBLE),
+            uses_fully_shard(shape, self.training),
         )
 
     @memo_by(
         lambda self, kind, shape: (
             *(kind, *self._as_run(kind, shape), shape.sequence, shape.expert),
             *(shape.samples, shape.num_microbatches, shape.sharded_over > 1, shape.context > 1),
-            *(uses_fully_shard(shape, self.training), kind.is_in_root(shape)),
+            *(uses_fully_shard(shape, self.training), kind.is_in_root(shape), shape.schedule in ZERO_BUBBLE),
         )
     )
     def _issued(self, kind: Kind, shape: Shape) -> tuple[Issued, Issued]:
@@ -192,6 +194,7 @@ class LayerPasses(JobModel):
             len(layer_class.parameters),
             len(self.kinds),
             shape.num_microbatches,
+            shape.schedule in ZERO_BUBBLE,
         )
         wider = AUTOCAST_TRAFFIC * autocast
         return (

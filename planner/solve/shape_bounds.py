@@ -308,7 +308,7 @@ class ShapeBounds:
         self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None, some: Sequence[int]
     ) -> tuple[FastestTables, FastestTables | None]:
         """What `options` gives, worked out for some kinds of layers: their numbers."""
-        model, shape, columns = self.model, family.frugal, self._columns_of(family, leaves)
+        model, shape, columns = self.model, family.any_schedule.frugal, self._columns_of(family, leaves)
         data, count, kinds = self.data(family, leaves), family.num_microbatches, [self.kinds[i] for i in some]
         ways = [model.pinned(kind, recompute or "none") for kind in kinds]
         shards = [replace(shape, data_replicate=s.data_replicate, data_shard=s.data_shard) for s in columns.shards]
