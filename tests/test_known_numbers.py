@@ -1,8 +1,10 @@
 """Models that decide by the integers of their batch are profiled as these lead them, with operators for each sample."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -243,6 +245,65 @@ def test_modes_on_top_get_known_numbers_however_often_they_ask() -> None:
         assert [each.tolist() for each in ranges] == [[1, 2, 3]] * 2
         assert chosen == [[[0, 1], [0, 1]]] * 2
         assert [each.constant for each in unknown] == [None] * 2
+
+
+COMPUTED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "number by number": lambda x, unknown: x * 2 + 1,
+    "a part, and a part of that": lambda x, unknown: x[1:, 2:][:, ::2],
+    "expanded": lambda x, unknown: x[:1].expand(5, 4),
+    "a view of other sizes": lambda x, unknown: (x + 1).view(2, 6),
+    "joined": lambda x, unknown: torch.cat([x, torch.stack([x[0], x[2]])]),
+    "several at once": lambda x, unknown: x.max(dim=1)[1],
+    "as many as the numbers say": lambda x, unknown: (x > 4).nonzero(),
+    "in another dtype": lambda x, unknown: x.float().cumsum(1).to(torch.int32),
+    "written into through a view": lambda x, unknown: [y := x + 1, y[1:].add_(x[1:]), y][-1],
+    "seen through a view that was made before": lambda x, unknown: [y := x + 1, z := y[1:].T, y.mul_(3), z][-1],
+    "no longer known": lambda x, unknown: [y := x + 1, z := y[1:], y.copy_(unknown), z][-1],
+    "of unknown numbers, too": lambda x, unknown: torch.where(x > 4, unknown, x),
+    "looked up": lambda x, unknown: torch.nn.functional.embedding(x, unknown.float().repeat(4, 1)),
+}
+
+
+@pytest.mark.parametrize("what", COMPUTED)
+def test_known_numbers_are_computed_as_by_torchs_own_mode(what: str) -> None:
+    """Twice, because what was answered before is not asked again."""
+    real = torch.arange(12).view(3, 4)
+    told = []
+    for mode in (FakeTensorMode(), LeanFakeMode()):
+        with mode:  # as a batch is made
+            x, unknown = known(mode, real), torch.empty(3, 4, dtype=torch.int64)
+        with knowing_numbers(mode), _Passing():
+            for made in (COMPUTED[what](x, unknown), COMPUTED[what](x, unknown)):
+                numbers = None if made.constant is None else made.constant.tolist()
+                layout = made.shape, made.stride(), made.storage_offset(), made.dtype, made.untyped_storage().nbytes()
+                told.append((numbers, *layout))
+
+    assert told[:2] == told[2:]
+
+
+def test_a_view_of_known_numbers_is_in_their_storage() -> None:
+    """Whoever made it: where torch is asked for several parts, these are parts of what was computed without it."""
+    mode, real = LeanFakeMode(), torch.arange(12).view(3, 4)
+    with mode:
+        given = known(mode, real)
+    with knowing_numbers(mode), _Passing():
+        x = given + 1
+        views = (x[1:], x.expand(2, 3, 4), x.split(2)[0], x.unbind(0)[2], x.view(torch.int32))
+
+        assert all(view.untyped_storage()._cdata == x.untyped_storage()._cdata for view in views)
+
+
+def test_torch_is_not_asked_for_what_is_computed_of_known_numbers() -> None:
+    mode, real = LeanFakeMode(), torch.arange(12).view(3, 4)
+    with mode:
+        x, scale = known(mode, real), torch.empty(4)
+    with knowing_numbers(mode), _Passing():
+        x * scale  # torch says once what it makes of such tensors
+        with patch.object(FakeTensorMode, "dispatch", side_effect=AssertionError):
+            later = ((x + 1)[1:] * 2).expand(2, 2, 4)
+            x * scale
+
+            assert later[1].tolist() == [[10, 12, 14, 16], [18, 20, 22, 24]]
 
 
 def test_the_same_batch_is_made_once_and_given_in_tensors_of_its_own(tmp_path: Path) -> None:

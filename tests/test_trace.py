@@ -345,6 +345,59 @@ def test_a_tensor_that_loses_its_dim_of_samples_at_one_sample_is_no_hindrance() 
     assert len(profile.layers) == 3
 
 
+class _CopiedBack(torch.autograd.Function):
+    """Copies the gradient of two samples and more: a transposed one of one sample is as contiguous as before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.t().contiguous().t()
+
+
+@pytest.mark.parametrize(
+    ("between", "runs"),
+    [
+        (lambda x: x.t().contiguous().t(), [(2, True), (3, True)]),
+        (_CopiedBack.apply, [(2, True), (1, True), (3, True)]),
+        (lambda x: x * 2, [(2, True), (1, True)]),
+    ],
+    ids=["copies forward", "copies backward", "copies nothing"],
+)
+def test_one_sample_counts_unless_it_is_copied_less_often(
+    between: Any, runs: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not run again where the forward in which cuts were looked for has shown that it does not count."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(between(x))
+
+    class Run(class_costs.LayerRun):
+        def run(self, *args: Any, backward: bool = True, **kwargs: Any) -> Any:
+            if self.index == 1:
+                ran.append((self.observation.size, backward))
+            return super().run(*args, backward=backward, **kwargs)
+
+    ran: list[tuple[int, bool]] = []
+    monkeypatch.setattr(class_costs, "LayerRun", Run)
+    trace(
+        load_model(
+            nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 8)),
+            batch=lambda size: (torch.randn(size, 8),),
+            loss=lambda output, batch: output.float().sum(),
+        )
+    )
+
+    assert ran == runs
+
+
 def test_nothing_to_train_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to train"):
         _of_module(nn.Linear(8, 8).requires_grad_(False), 8)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from ..tensor_cuts.tensor_cuts import Found, common_degree, gathering_ways
 from ..tensor_cuts.tensor_rank import run_cut
-from ..tensor_cuts.tensor_trial import sequence_problem
+from ..tensor_cuts.tensor_trial import forward_ops, sequence_problem, working
 from .chain import Layer, LayerChain
 from .fake import FakeModel
 from .fitted_costs import fitted_costs, fitted_experts
@@ -33,7 +33,7 @@ def layer_class_of(
     the layer does the same at this one (that of a picture, say) it is the class here, too, and what ran on no slices of
     the sequence there is not tried on them."""
     layer = chain.layers[index]
-    whole = _whole_runs(fake, chain, sizes, index)
+    whole = _whole_runs(fake, chain, sizes, index, found, elsewhere)
     slices = elsewhere is None or elsewhere.layer_class.sequence is not None
     if elsewhere is not None and not slices and all(map(_did_as, whole, elsewhere.whole)):
         return Costed(elsewhere.layer_class, whole)
@@ -98,16 +98,27 @@ def _parts(layer: Layer, whole: Sequence[Observation]) -> tuple[LayerPart, ...]:
     return tuple(LayerPart(name=name, reads_arriving=first.reads_arriving(name)) for name in found[0])
 
 
-def _whole_runs(fake: FakeModel, chain: LayerChain, sizes: RunSizes, index: int) -> list[Observation]:
+def _whole_runs(
+    fake: FakeModel, chain: LayerChain, sizes: RunSizes, index: int, found: Found, elsewhere: Costed | None
+) -> list[Observation]:
     """Runs of a layer at two batch sizes: one and two samples, or two and three where one sample is copied less often
-    (a transposed batch of one is as contiguous as before), which no other batch would follow."""
+    (a transposed batch of one is as contiguous as before), which no other batch would follow.
 
-    def run(size: int) -> Observation:
-        return LayerRun(fake, chain, index, sizes.at(size), size, sizes.seq_len).run()
+    One sample is not run backward, or not at all, where its forward shows that: the one in which cuts were looked for,
+    or one that is worth a try because the layer did so at another length.
+    """
 
-    one, two = run(1), run(2)
-    alike = [op.name for op in one.ops if not op.is_view] == [op.name for op in two.ops if not op.is_view]
-    return [one, two] if alike else [two, run(3)]
+    def run(size: int, backward: bool = True) -> Observation:
+        return LayerRun(fake, chain, index, sizes.at(size), size, sizes.seq_len).run(backward=backward)
+
+    two = run(2)
+    forward = found.forward if elsewhere is None else ()
+    if elsewhere is not None and elsewhere.whole[0].size != 1:
+        forward = working(run(1, backward=False).ops)
+    if forward and forward != working(forward_ops(two)):
+        return [two, run(3)]
+    one = run(1)
+    return [one, two] if working(one.ops) == working(two.ops) else [two, run(3)]
 
 
 def _runs_like(

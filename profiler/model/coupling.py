@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from ..semantics.draws import SameDraws, dice, dice_apart, put_dice_back
+from ..threads import one_thread
 from .batches import named_tensors
 from .building import in_training
 from .fake import scalar
@@ -112,7 +113,7 @@ def _losses(loaded: LoadedModel) -> tuple[float, float]:
                 found = scalar(output, loaded) if alone.loss is None else alone.loss(output, given)
             return float(found)
 
-        with SameDraws(), dice_apart(), _batch_norms_apart(), _one_thread():
+        with SameDraws(), dice_apart(), _batch_norms_apart(), one_thread():
             whole, parts = loss(batch), [loss(half) for half in halves]
         weights = [1.0 if loaded.weight is None else float(loaded.weight(half)) for half in halves]
     return whole, sum(w * p for w, p in zip(weights, parts, strict=True)) / sum(weights)
@@ -162,17 +163,6 @@ def _batch_norms_apart() -> Iterator[None]:
 
     with patch.object(functional, "batch_norm", fixed):
         yield
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Operators on a few samples take longer in several threads, which wait for each other, than in one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -4,7 +4,7 @@ A model that decides by the values of its tensors needs real ones: `real_model` 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..threads import one_thread
 from .batches import named_tensors
 from .building import in_training, on_meta
 from .fake_modes import LeanFakeMode, without_log
@@ -178,10 +179,15 @@ class FakeModel:
                 f"({place_of(error)}). {self.loaded.if_not_run}"
             ) from error
 
-    def _without_numbers(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _without_numbers(self) -> Iterator[None]:
         if self.mode is None:
-            return _same_numbers()
-        return knowing_numbers(self.mode, self.loaded.choices) if self.knows_layout else self.mode
+            with _same_numbers():
+                yield
+            return
+        numbers = knowing_numbers(self.mode, self.loaded.choices) if self.knows_layout else self.mode
+        with one_thread(), numbers:  # what is computed of known numbers is small
+            yield
 
     def _known(self, real: torch.Tensor, cast: bool) -> torch.Tensor:
         assert self.mode is not None

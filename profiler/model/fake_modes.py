@@ -6,7 +6,7 @@ may be kept, and how outputs alias inputs, is torch's answer as before.
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -55,6 +55,8 @@ class LeanFakeMode(FakeTensorMode):
         """None: it depends on where the tensors begin, and the answer is kept with that."""
         self.cache_enabled = False  # torch's own
         self._attributes: dict[torch.device | None, dict[str, Any]] = {}
+        self.computed: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] = _not_computed
+        """What an operator returns by the numbers of its tensors, where these are known (known_numbers.py)."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -63,7 +65,7 @@ class LeanFakeMode(FakeTensorMode):
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What an operator returns, as it did before; NotImplemented where torch has to be asked."""
         key, begins = self._question(func, args, kwargs)
-        return self._known(key, begins, args) if key else NotImplemented
+        return self._known(key, begins, args) if key else self.computed(func, args, kwargs)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -71,7 +73,8 @@ class LeanFakeMode(FakeTensorMode):
         kwargs = kwargs or {}
         key, begins = self._question(func, args, kwargs)
         if not key:
-            return self.dispatch(func, types, args, kwargs)
+            made = self.computed(func, args, kwargs)
+            return self.dispatch(func, types, args, kwargs) if made is NotImplemented else made
         known = self._known(key, begins, args)
         if known is not NotImplemented:
             return known
@@ -92,18 +95,25 @@ class LeanFakeMode(FakeTensorMode):
         the answer may depend on more."""
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         begins: list[int] = []
-        if not self._describe(args, key, begins) or (kwargs and not self._describe(kwargs.items(), key, begins)):
+        known: list[bool] = []
+        given = self._describe(args, key, begins, known)
+        if not given or (kwargs and not self._describe(kwargs.items(), key, begins, known)):
+            return (), ()
+        if known and (len(known) == len(begins) or not _is_by_shapes(func)):
             return (), ()
         return tuple(key), tuple(begins)
 
-    def _describe(self, values: Collection[Any], key: list[Any], begins: list[int]) -> bool:
-        """Whether all that an answer may depend on could be added to the key."""
+    def _describe(self, values: Collection[Any], key: list[Any], begins: list[int], known: list[bool]) -> bool:
+        """Whether all that an answer may depend on could be added to the key. known: gets an entry for each tensor
+        whose numbers are known, by which the answer may not go."""
         key.append(len(values))
         for value in values:
             kind = type(value)
             if isinstance(value, FakeTensor):
-                if value.fake_mode is not self or value.constant is not None or value.layout is not torch.strided:
+                if value.fake_mode is not self or value.layout is not torch.strided:
                     return False
+                if value.constant is not None:
+                    known.append(True)
                 key += (
                     value.shape,
                     value.stride(),
@@ -120,7 +130,7 @@ class LeanFakeMode(FakeTensorMode):
                 key += (kind, value)
             elif kind in _CONTAINERS:
                 key.append(kind)
-                if not self._describe(value, key, begins):
+                if not self._describe(value, key, begins, known):
                     return False
             else:
                 return False
@@ -152,6 +162,14 @@ class LeanFakeMode(FakeTensorMode):
         vars(made).update(self._attributes[like.device])
         return made
 
+    def like_real(self, real: torch.Tensor, within: FakeTensor | None) -> FakeTensor:
+        """A fake tensor of a real one's layout; within: in whose storage it lies, if not in its own."""
+        shape, stride, begin = tuple(real.shape), real.stride(), int(real.storage_offset())
+        given = None if within is None else 0
+        begin -= 0 if within is None else int(within.storage_offset())
+        made: FakeTensor = self._made(_Output(given, shape, stride, begin, real.dtype, real.device), (within,))
+        return made
+
     def _found(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> "_Returned | None":
         """What an operator has returned, if it returns the like for all that is described alike; else None."""
         if not isinstance(func, torch._ops.OpOverload):
@@ -163,7 +181,7 @@ class LeanFakeMode(FakeTensorMode):
             except _BypassDispatchCache:
                 return None
         container = type(output) if type(output) in _CONTAINERS else None
-        if container is list and not views:
+        if container is list and not views and len(output) != len(func._schema.returns):
             return None
         found = []
         for made in (output,) if container is None else output:
@@ -192,6 +210,10 @@ class LeanFakeMode(FakeTensorMode):
         like = _Output.of(made, given, args)
         is_like = torch._C._dispatch_key_set(self._made(like, args)) == torch._C._dispatch_key_set(made)
         return like if is_like else None
+
+
+def _not_computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return NotImplemented
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +255,25 @@ _VIEWS_OF_FIRST = frozenset(
     {_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int, _aten._unsafe_view.default}
 )
 """Operators that return views of their first argument where storages say so, all of them of the same."""
+
+_BY_SHAPES = frozenset(
+    {
+        _aten.embedding.default,
+        _aten.embedding_dense_backward.default,
+        _aten.nll_loss_forward.default,
+        _aten.nll_loss_backward.default,
+    }
+)
+
+
+@cache
+def _is_by_shapes(func: Any) -> bool:
+    """Whether the numbers of some of its tensors make no difference to the fake ones that an operator returns for
+    others: it works number by number, or looks rows up, and writes into none of them."""
+    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
+        return False
+    return func in _BY_SHAPES or torch.Tag.pointwise in func.tags
+
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (list, tuple)

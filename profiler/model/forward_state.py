@@ -22,6 +22,8 @@ from .held_tensors import OF_MODULES, HeldTensors
 _EMPTY = object()
 """What a cell of a closure holds before it is assigned."""
 
+_NONE: frozenset[str] = frozenset()
+
 
 @dataclass(frozen=True)
 class Changeable:
@@ -41,16 +43,17 @@ def places_of(root: nn.Module, keep_copies: bool = False) -> list[Changeable]:
     has written into are copied once, and not each time that they are taken."""
     found: list[Changeable] = []
     tensors: dict[int, torch.Tensor] = {}
+    dicts: list[tuple[dict[Any, Any], frozenset[str]]] = []
 
     def hold(holder: Any) -> None:
         match holder:
             case nn.Module():
-                found.append(_entries(vars(holder), OF_MODULES))
-                found.extend(_entries(hooks) for hooks in (holder._forward_pre_hooks, holder._forward_hooks))
+                dicts.append((vars(holder), OF_MODULES))
+                dicts.extend((hooks, _NONE) for hooks in (holder._forward_pre_hooks, holder._forward_hooks))
                 if holder._buffers:
-                    found.append(_entries(holder._buffers))
+                    dicts.append((holder._buffers, _NONE))
             case dict():
-                found.append(_entries(holder))
+                dicts.append((holder, _NONE))
             case list() | deque():
                 found.append(_items(holder))
             case set():
@@ -65,6 +68,7 @@ def places_of(root: nn.Module, keep_copies: bool = False) -> list[Changeable]:
         return tensor
 
     HeldTensors(note, hold).enter(root)
+    found.append(_entries(dicts))
     tensors |= {id(buffer): buffer for buffer in root.buffers()}
     parameters = {id(parameter) for parameter in root.parameters()}
     silent = _running_statistics(root)
@@ -119,27 +123,36 @@ class TensorsRead(Mode):
         return self.run(func, args, kwargs or {})
 
 
-def _entries(holder: dict[Any, Any], apart: frozenset[str] = frozenset()) -> Changeable:
-    """apart: names of entries that are left as they are. A forward changes hardly any dict of the thousands that a
-    model has, so all entries are compared at once before they are told apart."""
+def _entries(holders: list[tuple[dict[Any, Any], frozenset[str]]]) -> Changeable:
+    """Of each dict all entries but those of some names, which are left as they are. A forward changes hardly any of the
+    thousands that a model has, so they are one place, and all entries are compared at once before they are told
+    apart."""
 
-    def own(entries: dict[Any, Any]) -> dict[Any, Any]:
-        return {name: value for name, value in entries.items() if name not in apart}
+    def differs(values: list[dict[Any, Any]]) -> bool:
+        return any(_differ(holder, value, apart) for (holder, apart), value in zip(holders, values, strict=True))
 
-    def differs(value: dict[Any, Any]) -> bool:
-        same_names = len(holder) == len(value) and all(map(is_, holder, value))
-        if same_names and all(map(is_, holder.values(), value.values())):
-            return False
-        now, before = own(holder), own(value)
-        return now.keys() != before.keys() or any(now[name] is not before[name] for name in now)
+    def put(values: list[dict[Any, Any]]) -> None:
+        for (holder, apart), value in zip(holders, values, strict=True):
+            if _differ(holder, value, apart):
+                before = _but(apart, value)
+                for name in _but(apart, holder).keys() - before.keys():
+                    del holder[name]
+                holder.update(before)
 
-    def put(value: dict[Any, Any]) -> None:
-        before = own(value)
-        for name in own(holder).keys() - before.keys():
-            del holder[name]
-        holder.update(before)
+    return Changeable(lambda: [dict(holder) for holder, _ in holders], differs, put)
 
-    return Changeable(lambda: dict(holder), differs, put)
+
+def _differ(now: dict[Any, Any], before: dict[Any, Any], apart: frozenset[str]) -> bool:
+    if not now and not before:
+        return False
+    if len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, now.values(), before.values())):
+        return False
+    now, before = _but(apart, now), _but(apart, before)
+    return now.keys() != before.keys() or any(now[name] is not before[name] for name in now)
+
+
+def _but(apart: frozenset[str], entries: dict[Any, Any]) -> dict[Any, Any]:
+    return {name: value for name, value in entries.items() if name not in apart}
 
 
 def _items(holder: list[Any] | deque[Any]) -> Changeable:

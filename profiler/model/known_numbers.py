@@ -2,8 +2,9 @@
 batch by the sizes of the pictures in it, or looks for where they stand, does so on fake tensors as on real ones. Where
 asked to, choices of the largest scores are known, too: as even as a router is trained to make them, or all the same."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map
 
+from .fake_modes import LeanFakeMode
 from .gpu_kernel_emulation import Mode
 from .loaded import Choices
 
@@ -32,7 +34,10 @@ def knowing_numbers(mode: FakeTensorMode, choices: Choices = "") -> Iterator[Non
     limit = patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", MOST_KNOWN)
     lists = patch.object(FakeTensor, "tolist", _tolist)
     chosen = _KnownChoices(mode, choices == "even") if choices else nullcontext()
-    with limit, lists, mode, _KnownRanges(mode), chosen, _KnownLists(mode):
+    computed = (
+        patch.object(mode, "computed", partial(_computed, mode)) if isinstance(mode, LeanFakeMode) else nullcontext()
+    )
+    with limit, lists, mode, computed, _KnownRanges(mode), chosen, _KnownLists(mode):
         yield
 
 
@@ -54,6 +59,88 @@ def _tolist(tensor: FakeTensor) -> Any:
         return _number_by_number(tensor)
     with no_dispatch():
         return tensor.constant.tolist()
+
+
+def _computed(mode: LeanFakeMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator makes of known numbers alone, with these; NotImplemented where torch has to be asked, which does
+    the same, but takes much longer."""
+    if not _is_lean(func):
+        return NotImplemented
+    sources: dict[int, FakeTensor] = {}
+    try:
+        given = _numbers_of(mode, args, sources)
+        named = {name: _numbers_of(mode, (value,), sources)[0] for name, value in kwargs.items()}
+    except _UnknownError:
+        return NotImplemented
+    if not sources or _is_in_vain(func, tuple(args)):
+        return NotImplemented
+    with no_dispatch():
+        out = func(*given, **named)
+    if type(out) is not torch.Tensor or out.numel() > MOST_KNOWN or out.layout is not torch.strided:
+        return NotImplemented
+    return _with_numbers(mode, out, sources)
+
+
+@cache
+def _is_lean(func: Any) -> bool:
+    """Whether an operator only returns what it computes: one tensor, of the same for the same numbers."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func in _OTHERWISE:
+        return False
+    tags = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    returns = [str(each.type) for each in func._schema.returns]
+    return not func._schema.is_mutable and not tags & set(func.tags) and returns == ["Tensor"]
+
+
+_OTHERWISE = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+"""Operators that fake modes do more with than to compute them."""
+
+
+class _UnknownError(Exception):
+    """Some number is not known, or a tensor is none of the CPU's."""
+
+
+def _numbers_of(mode: LeanFakeMode, values: Sequence[Any], sources: dict[int, FakeTensor]) -> list[Any]:
+    """The values with real tensors in place of fake ones. sources: storage of a real tensor -> the fake one that has
+    it."""
+    given = list[Any]()
+    for value in values:
+        if isinstance(value, FakeTensor):
+            real = value.constant if value.fake_mode is mode else None
+            if type(real) is not torch.Tensor or real.device.type != "cpu" or value.fake_device.type != "cpu":
+                raise _UnknownError
+            sources.setdefault(real.untyped_storage()._cdata, value)
+            given.append(real)
+        elif isinstance(value, list | tuple):
+            given.append(type(value)(_numbers_of(mode, value, sources)))
+        elif isinstance(value, torch.Tensor) or (isinstance(value, torch.device) and value.type != "cpu"):
+            raise _UnknownError
+        else:
+            given.append(value)
+    return given
+
+
+def _with_numbers(mode: LeanFakeMode, real: torch.Tensor, sources: dict[int, FakeTensor]) -> Any:
+    """The fake tensor of a real one that was just made, in the storage of that whose storage the real one is in;
+    NotImplemented where that does not tell where it lies."""
+    converter, storage = mode.fake_tensor_converter, real.untyped_storage()
+    source = sources.get(storage._cdata)
+    if real.is_conj() or real.is_neg():
+        return NotImplemented
+    if source is None:
+        made = mode.like_real(real, None)
+        if made.untyped_storage().nbytes() != storage.nbytes():
+            return NotImplemented
+    else:
+        own = source.constant
+        if own is None or source.storage_offset() != own.storage_offset() or source.dtype != real.dtype:
+            return NotImplemented
+        made = mode.like_real(real, source)
+    made.constant = real
+    converter.set_tensor_memo(real, made)  # where torch looks for what it has made, as for views of it
+    memo, describer = converter.meta_converter.storage_memo, converter.meta_converter.describer
+    memo.setdefault(describer.get_storage_id(storage), made.untyped_storage())
+    converter.add_constant_storage_mapping(made)
+    return made
 
 
 class _KnownLists(TorchFunctionMode):

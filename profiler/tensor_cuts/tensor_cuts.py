@@ -44,7 +44,7 @@ from .tensor_flow import (
 )
 from .tensor_modules import features, has_weight, is_convolution, is_linear, is_product, output_dim
 from .tensor_rank import layer_modules, run_cut
-from .tensor_trial import forward_ops, leading_problem, order_problem, reduction_problem
+from .tensor_trial import forward_ops, leading_problem, order_problem, reduction_problem, working
 
 SMALLEST_VOCABULARY = 1024
 """Embeddings with fewer rows (positions of short sequences, token types) are not worth a collective."""
@@ -60,6 +60,8 @@ class Found:
     cuts: tuple[TensorCut, ...] = ()
     notes: tuple[str, ...] = ()
     attention_modules: tuple[str, ...] = ()
+    forward: tuple[str, ...] = ()
+    """Operators of its forward with one sample that are no views; () if it was not run."""
 
 
 def find_cuts(fake: FakeModel, chain: LayerChain, index: int, shapes: Sequence[Shapes], seq_len: int | None) -> Found:
@@ -91,7 +93,7 @@ def find_cuts(fake: FakeModel, chain: LayerChain, index: int, shapes: Sequence[S
         if name in noted
     )
     attention = dict.fromkeys(op.module for op in flow.ops if op.kind == "attention")
-    return Found(tuple(cuts), notes, tuple(attention))
+    return Found(tuple(cuts), notes, tuple(attention), working(flow.ops))
 
 
 def _first_matrices(flow: Flow, cut: TensorCut) -> set[str]:

@@ -38,6 +38,11 @@ def forward_ops(seen: Observation) -> list[Op]:
     return [op for op in seen.ops if not op.backward]
 
 
+def working(ops: Sequence[Op]) -> tuple[str, ...]:
+    """Names of those operators that are no views, in order."""
+    return tuple(op.name for op in ops if not op.is_view)
+
+
 _DIM_SECOND = {"topk", "kthvalue"}
 """Reductions whose first argument is a count, and whose dim comes second."""
 
