@@ -49,7 +49,7 @@ def grow_segments() -> None:
         return
     os.environ[_ALLOCATOR[0]] = _GROWING
     if torch.cuda.is_initialized():
-        torch._C._accelerator_setAllocatorSettings(_GROWING)  # type: ignore[attr-defined]
+        torch._C._accelerator_setAllocatorSettings(_GROWING)
 
 
 _GLOO_THREADS, _LAST_WORDS_S = "pt_gloo_runloop", 5.0

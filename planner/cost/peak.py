@@ -115,7 +115,7 @@ def moments_of(shape: Shape, state: StateBytes, in_flight: InFlight) -> tuple[Mo
     """The passes of a step that may hold most: one in the middle (all gradients are there), the last (they are reduced,
     one micro-batch is left), and, where it alone finds the pipeline full, the first. A backward that is split is two
     passes: at the end of the first one nothing is gone yet."""
-    whole = _whole_passes(shape, state, in_flight.count)
+    whole = _whole_passes(shape, state, in_flight.held)
     if not in_flight.splits or state.buffers:  # stacks with buffers have schedules of their own
         return whole
     return tuple(part for moment in whole for part in _parts(moment, in_flight.put_off))

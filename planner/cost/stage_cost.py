@@ -160,7 +160,7 @@ class _Peak:
         arrives: Arrivals,
         shared_elements: float,
     ) -> "_Peak":
-        flights, put_off = in_flight.count, in_flight.put_off + in_flight.splits
+        flights, put_off = in_flight.held, in_flight.put_off + in_flight.splits
         gradients = -shared_elements * (state.sharded_gradients + state.accumulated)
         copies, activations, transient = -shared_elements * state.copied_twice, sent_bytes(sends, flights), 0.0
         activations += float(arrives.held(flights, False, layers[0][0].arrived_bytes)[0])

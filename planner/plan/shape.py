@@ -9,11 +9,11 @@ from .schedules import ZERO_BUBBLE, Schedule, rank_and_chunk, rank_in_flight, ra
 
 
 class InFlight(NamedTuple):
-    """Micro-batches that a stage holds when its rank holds most. splits: a zero-bubble schedule divides its backward
-    into one for inputs and one for weights; put_off: micro-batches of these that wait for the latter, when the next
-    begins the former."""
+    """Micro-batches of a stage when its rank holds most. held: those whose activations are there. splits: a zero-bubble
+    schedule divides the backward into one for inputs and one for weights; put_off: of those held, the ones that wait
+    for the latter, when the next begins the former."""
 
-    count: int
+    held: int
     put_off: int = 0
     splits: bool = False
 

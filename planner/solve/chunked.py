@@ -681,7 +681,7 @@ class Known:
         least_s, least_bytes, transient = np.zeros(len(prices)), 0.0, 0.0
         for device, composition, flights in held:
             on, counts = self.prices.on(device), self.prices.chain.compositions[composition].counts
-            arriving = on.arriving_bytes(composition, flights.count)
+            arriving = on.arriving_bytes(composition, flights.held)
             for run, number in zip(self._runs(composition), counts, strict=True):
                 costs, first = on.costs[run], self._hull(device, flights, run)[0]
                 seconds = np.array([cost.microbatch_s for cost in costs]) - costs[first].microbatch_s
@@ -717,7 +717,7 @@ class Known:
 
 def _held_bytes(cost: LayerCost, flights: InFlight) -> float:
     """Bytes that an option of a layer adds to its stage, as far as options differ in them."""
-    return flights.count * cost.kept_bytes + cost.held_bytes
+    return flights.held * cost.kept_bytes + cost.held_bytes
 
 
 def best_chunking(prices: Prices, cuts_tried: Sequence[Ints], cutoff_s: float) -> Assignment | None:

@@ -88,10 +88,10 @@ class StagePrices:
         model = chain.model
         self.model = model
         self.pinned = recompute, reshard, offered
-        self._passes: dict[int, list[_Pass]] = {}
-        self._known_rooms: dict[int, list[tuple[Floats, Floats]]] = {}
-        self._known_fits: dict[int, NDArray[np.int8]] = {}
-        self._priced: dict[tuple[int, int], tuple[StageCost, Choice] | None] = {}
+        self._passes: dict[InFlight, list[_Pass]] = {}
+        self._known_rooms: dict[InFlight, list[tuple[Floats, Floats]]] = {}
+        self._known_fits: dict[InFlight, NDArray[np.int8]] = {}
+        self._priced: dict[tuple[int, InFlight], tuple[StageCost, Choice] | None] = {}
 
     @property
     def options(self) -> list[list[LayerOption]]:

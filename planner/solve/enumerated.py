@@ -62,7 +62,7 @@ class Enumerated:
         self.known = known
         self.prices = known.prices
         self.deadline_s = deadline_s
-        self._stages: dict[tuple[int, int, int], _StageChoices | None] = {}
+        self._stages: dict[tuple[int, int, InFlight], _StageChoices | None] = {}
         self._ranks: dict[HeldStages, _RankChoices | None] = {}
 
     def best(self, cuts: Ints, below_s: float) -> tuple[Assignment | None, float]:
