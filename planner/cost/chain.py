@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ...profiler.model.model_profile import CrossingTensor, ModelProfile
 from ..plan.document import Recompute
+from ..plan.schedules import ZERO_BUBBLE
 from ..plan.shape import LayerOption, Offered, Shape
 from .crossing_cost import work_of
 from .kept import kept, memo_by
@@ -103,9 +104,8 @@ class Chain:
         self, shape: Shape, recompute: Recompute | None, reshard: bool | None, offered: Offered
     ) -> tuple[list[list[LayerOption]], list[list[LayerCost]]]:
         """([run] -> options of its layers that no other beats, what a layer costs with each), for all schedules of a
-        pipeline; the costs of runs that cost the same are one object."""
-        alike = shape if shape.pipeline == 1 else replace(shape, schedule="1f1b", virtual_stages=1)
-        key = alike, recompute, reshard, offered
+        pipeline that split no backward, or all that do; the costs of runs that cost the same are one object."""
+        key = _any_such_schedule(shape), recompute, reshard, offered
         if key not in self._costs:
             by_kind: dict[Kind, tuple[list[LayerOption], list[LayerCost]]] = {}
             for kind in {self.model.kinds[run.start] for run in self.runs}:
@@ -123,8 +123,7 @@ class Chain:
 
     def fastest(self, shape: Shape, recompute: Recompute | None, reshard: bool | None) -> "Fastest":
         """What layers take at least, at the options that are fastest: nothing is run again unless that is pinned."""
-        alike = shape if shape.pipeline == 1 else replace(shape, schedule="1f1b", virtual_stages=1)
-        key = alike, recompute, reshard
+        key = _any_such_schedule(shape), recompute, reshard
         if key not in self._fastest:
             by_kind: dict[Kind, list[LayerCost]] = {}
             for kind in {self.model.kinds[run.start] for run in self.runs}:
@@ -300,6 +299,13 @@ class Chain:
         for i, composition in enumerate(self.compositions):
             table[i, composition.first_run : composition.last_run + 1] = composition.counts
         return table
+
+
+def _any_such_schedule(shape: Shape) -> Shape:
+    """One shape for all whose layers cost the same."""
+    if shape.pipeline == 1:
+        return shape
+    return replace(shape, schedule="zb-h1" if shape.schedule in ZERO_BUBBLE else "1f1b", virtual_stages=1)
 
 
 def unbeaten(costs: Sequence[LayerCost]) -> list[int]:

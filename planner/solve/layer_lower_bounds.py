@@ -129,7 +129,8 @@ class LeastWork:
             return 0.0, np.zeros(1), np.zeros(1)
         _, costs, tensor = model.mode(kind, shape)
         ways, away = model.ways(kind, offered), [0.0] if "offload" in offered else []
-        kept = np.array([*(model.least_kept_bytes(kind, shape, way) for way in ways), *away])
+        any_schedule = shape if shape.pipeline == 1 else replace(shape, schedule="zb-h1")
+        kept = np.array([*(model.least_kept_bytes(kind, any_schedule, way) for way in ways), *away])
         again_s = np.array([*(model.least_again_s(kind, shape, way) for way in ways), *away])
         return costs.saved.at(shape.samples, self.model.training.compute_bytes, tensor), kept, again_s
 

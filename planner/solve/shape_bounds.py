@@ -181,9 +181,10 @@ class ShapeBounds:
     def even_s(self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None) -> Floats:
         """[shape] -> seconds that no cuts of a pipeline beat, whatever the schedule: the
         mean over the ranks of what each has to do, after a place of the chain for every rank before."""
-        key = leaves, replace(family, schedule="1f1b"), recompute or "none", reshard
+        whole = replace(family, schedule="1f1b")
+        key = leaves, whole, recompute or "none", reshard
         if key not in self._even:
-            fastest = self.fastest(family, leaves, recompute, reshard)
+            fastest = self.fastest(whole, leaves, recompute, reshard)
             pass_s = self.counts @ fastest.microbatch_s + self.least_waits_s(family, leaves)
             once_s = self.once_s(family, leaves, fastest, self.chain.lengths)
             ahead_s = self.least_ahead(family.pipeline) @ fastest.forward_s
@@ -287,7 +288,7 @@ class ShapeBounds:
         """What layers take at least under each shape of a family, whatever memory says: (of layers that keep gathered
         parameters or do what the shape says, of those that give them back, or None if no layer may choose); infinite
         for a choice that a layer has not."""
-        key = leaves, family.any_schedule, recompute or "none", reshard
+        key = leaves, family.any_schedule, family.schedule in ZERO_BUBBLE, recompute or "none", reshard
         if key not in self._options:
             self._kept_options += 8 * len(self.kinds) * len(leaves.each)
             if self._kept_options > MOST_KEPT:
@@ -308,7 +309,7 @@ class ShapeBounds:
         self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None, some: Sequence[int]
     ) -> tuple[FastestTables, FastestTables | None]:
         """What `options` gives, worked out for some kinds of layers: their numbers."""
-        model, shape, columns = self.model, family.any_schedule.frugal, self._columns_of(family, leaves)
+        model, shape, columns = self.model, family.frugal, self._columns_of(family, leaves)
         data, count, kinds = self.data(family, leaves), family.num_microbatches, [self.kinds[i] for i in some]
         ways = [model.pinned(kind, recompute or "none") for kind in kinds]
         shards = [replace(shape, data_replicate=s.data_replicate, data_shard=s.data_shard) for s in columns.shards]
