@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from meshwright.executor import apply
 from meshwright.executor.measuring.one_rank import without_peers
 from meshwright.executor.state import initialise
-from meshwright.executor.state.initialise import Materialiser, OpRecording, initial_values, kept_rows
+from meshwright.executor.state.initialise import Materialiser, OpRecording, initial_values
+from meshwright.planner.cost.sharding import kept_rows
 from meshwright.planner.plan.document import Plan
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile

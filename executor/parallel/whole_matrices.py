@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from ...planner.cost.sharding import kept_rows
 from ...planner.plan.document import Plan
 from ..apply import AppliedModel
 from ..torch_compat import all_gather_single, own_group
@@ -125,7 +126,7 @@ def whole_rows(
         yield 0, whole_tensor(model, mesh, name, tensor)
         return
     local, group, places = shards
-    each = -(-tensor.shape[0] // len(places))  # as torch divides them
+    each = len(kept_rows(tuple(tensor.shape), len(places), 0))
     together = len(places) * (cut.degree if cut is not None and cut.dim == 0 else 1)
     step = max(1, most_bytes // (row_bytes * together))
     for start in range(0, each, step):

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...planner.cost.sharding import shard_dim
+from ...planner.cost.sharding import kept_rows
 from ...profiler.model.building import parameters_on_meta
 from ...profiler.model.fake_modes import fake_mode
 from ...profiler.model.held_tensors import HeldTensors, keep_hooks
@@ -350,18 +350,6 @@ def _within(ranges: Iterable[range], places: range) -> list[range]:
         found.append(rows[max(0, places.start - before) : max(0, places.stop - before)])
         before += len(rows)
     return found
-
-
-def kept_rows(shape: tuple[int, ...], num_shards: int, rank: int) -> range:
-    """The rows of a parameter that fully_shard leaves on one rank: those that torch.chunk gives it, on the last ranks
-    fewer or none; all rows where another dim is divided.
-
-    shape: of what one tensor rank holds.
-    """
-    if shard_dim(shape, num_shards) != 0:
-        return range(shape[0])
-    size = -(-shape[0] // num_shards)
-    return range(shape[0])[rank * size : (rank + 1) * size]
 
 
 def model_bytes(model: nn.Module) -> int:

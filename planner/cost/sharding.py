@@ -1,4 +1,4 @@
-"""Along which dim fully_shard divides a parameter, and the padding that comes with it."""
+"""Along which dim fully_shard divides a parameter, the padding that comes with it, and the rows that a rank keeps."""
 
 import math
 
@@ -28,3 +28,15 @@ def padded_elements(shape: tuple[int, ...], degree: int) -> int:
 
 def _padded(size: int, degree: int) -> int:
     return -(-size // degree) * degree
+
+
+def kept_rows(shape: tuple[int, ...], num_shards: int, rank: int) -> range:
+    """The rows of a parameter that fully_shard leaves on one rank: those that torch.chunk gives it, on the last ranks
+    fewer or none; all rows where another dim is divided.
+
+    shape: of what one tensor rank holds.
+    """
+    if shard_dim(shape, num_shards) != 0:
+        return range(shape[0])
+    size = -(-shape[0] // num_shards)
+    return range(shape[0])[rank * size : (rank + 1) * size]
