@@ -78,10 +78,15 @@ def check_here(cluster: ClusterSpec, launcher: str | None) -> None:
             )
         return
     here = len(local_gpus())
+    if here == 0:
+        raise ValueError(
+            f"{ranks} x {name} are announced, and this machine has 0 GPUs: run this on one that has some, or give a "
+            "--launcher that starts the ranks of the cluster, or --device cpu for processes here"
+        )
     if here < ranks:
         raise ValueError(
             f"{ranks} x {name} are announced, and this machine has {here} GPU{'' if here == 1 else 's'}: give "
-            f"--gpus {here or 1}, a --launcher that starts the ranks of the cluster, or --device cpu for processes here"
+            f"--gpus {here}, a --launcher that starts the ranks of the cluster, or --device cpu for processes here"
         )
 
 
