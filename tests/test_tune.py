@@ -536,7 +536,7 @@ TWO = ["--gpus", "2", "--device", "cpu"]
     [
         ("profile.json", ["--budget", "soon"], "give a time, as in 90s, 10m or 1h"),
         ("profile.json", ["--gpus", "17", "--device", "cpu"], "more than 16"),
-        ("profile.json", ["--gpus", "2", "--device", "h100-80gb"], "this machine has 0 GPUs: run this on one that has some"),
+        ("profile.json", ["--gpus", "2", "--device", "h100-80gb"], "this machine has 0 GPUs: run this on one"),
         ("profile.json", [*TWO, "-o", "none/plan.json"], "none does not exist"),
         ("profile.json", [*TWO, "--report", "tune.pdf"], "ends in .html"),
         ("profile.json", ["--gpus", "2", "--device", "device.toml"], "would be written over"),
