@@ -16,7 +16,14 @@ import pytest
 from meshwright.executor.measuring.compare import _against
 from meshwright.planner.answers.candidate import Candidate
 from meshwright.planner.answers.check import check
-from meshwright.planner.answers.search import InfeasibleError, SolverError, adopted, price_setup, search
+from meshwright.planner.answers.search import (
+    InfeasibleError,
+    SearchResult,
+    SolverError,
+    adopted,
+    price_setup,
+    search,
+)
 from meshwright.planner.answers.verdict import FITS, VerdictKind
 from meshwright.planner.cost.chain import Chain
 from meshwright.planner.cost.estimate import estimate
@@ -245,6 +252,22 @@ def test_a_first_plan_is_found_sooner_than_by_bounds_alone(monkeypatch: pytest.M
         return sum(each.call_count for each in opened)
 
     assert nodes_before_the_first(explore.EAGER) < 0.7 * nodes_before_the_first(1.0)
+
+
+def test_shapes_like_those_that_took_longer_than_guessed_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = profile([layer_class("a", 1e9, 4_000_000, saved=2e6, inputs=1e5, transient=1e5)], [0] * 24, crossing=1e5)
+    training = TrainingSpec(global_batch=64, seq_len=64)
+
+    def found() -> SearchResult:
+        return search(model, cluster(2, 4, device(memory=1.2e9)), training, time_limit_s=60)
+
+    learning = found()
+    monkeypatch.setattr(explore._Search, "_guess_again", lambda *asked: False)
+    trusting = found()
+
+    assert is_chunked(shape_of(learning.plan).schedule)
+    assert learning.certificate.shapes["solved"] < trusting.certificate.shapes["solved"]
+    assert learning.certificate.fastest_s <= trusting.certificate.fastest_s
 
 
 def test_time_over_with_pins_that_no_rule_of_thumb_keeps_is_said() -> None:

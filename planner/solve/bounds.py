@@ -182,7 +182,7 @@ class Bounds:
 
     def guesses(self, family: Family, space: Space, some: Sequence[int], with_memory: bool) -> Floats:
         """[of these shapes] -> seconds that a chunked family is likely to take, at least those of the best of the cuts
-        that are tried first, with what memory makes each rank run again equally in each of its stages. Not a bound: the
+        that are tried first, with what memory makes each rank run again of layers that may be divided. Not a bound: the
         order in which plans are looked for."""
         leaves, where, pins = space.leaves(family), np.array(some, dtype=np.int64), space.pins
         if not is_chunked(family.schedule) or self.kinds is not None:

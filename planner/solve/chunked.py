@@ -21,7 +21,6 @@ from ..cost.kept import memo_by
 from ..cost.priced_layer import LayerCost
 from ..cost.simulate import least_step_s, simulated_step_s
 from ..cost.stage_cost import StageCost, allocated_on_one
-from ..plan.document import Recompute
 from ..plan.schedules import ZERO_BUBBLE, Schedule, stage_of
 from ..plan.shape import InFlight, Shape
 from .columns import ROUNDING, Choice, Prices
@@ -129,67 +128,23 @@ def _flights(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual:
 
 @dataclass(frozen=True)
 class Recomputable:
-    """Layers by what each way to recompute them (the first: none, or what is pinned) takes and saves: [run][way] ->
-    its name, seconds that a micro-batch takes beyond the fastest, and bytes that a layer keeps of it. turn, paired:
-    [run] -> [way][shape] bytes that are there only in its turn, and if one of its kind is after it in its stage. kind:
-    [run] -> number of its kind of layer. Where nothing is known, no ways have names."""
+    """Layers by what each way to recompute them takes and saves: [run][way] -> seconds that a micro-batch takes beyond
+    the fastest, and bytes that a layer keeps of it. turn: [run] -> [way][shape] bytes that are there only in its turn.
+    kind: [run] -> number of its kind of layer."""
 
-    names: Sequence[tuple[Recompute, ...]]
     again_s: Sequence[Floats]
     kept: Sequence[Floats]
     turn: Sequence[Floats]
-    paired: Sequence[Floats]
     kind: Ints
-
-    @property
-    def ways(self) -> list["_RecomputeWay"]:
-        """What layers may do where all recompute in one way, for each of the ways that save something; only not to
-        recompute, if none does."""
-        fastest = np.array([again.min() for again in self.again_s])
-        each = zip(self.again_s, self.kept, fastest, strict=True)
-        kept = np.array([held[again <= least].min() for again, held, least in each])
-        turn, paired = (np.stack([bytes_.min(axis=0) for bytes_ in table]) for table in (self.turn, self.paired))
-        found = []
-        for name in dict.fromkeys(name for names in self.names for name in names[1:]):
-            at = [names.index(name) if name in names else 0 for names in self.names]
-            taken = np.array([held[i] for i, held in zip(at, self.kept, strict=True)])
-            may = taken < [held[0] for held in self.kept]
-            if may.any():
-                again_s = np.array([again[i] for i, again in zip(at, self.again_s, strict=True)]) - fastest
-                turn_again = np.stack([bytes_[i] for i, bytes_ in zip(at, self.turn, strict=True)])
-                saved = np.where(may, np.maximum(0.0, kept - taken), 0.0)
-                found.append(_RecomputeWay(may, np.where(may, again_s, 0.0), kept, saved, turn, turn_again, paired))
-        nothing = np.zeros_like(kept)
-        return found or [_RecomputeWay(nothing > 0, nothing, kept, nothing, turn, turn, paired)]
-
-
-@dataclass(frozen=True)
-class _RecomputeWay:
-    """One way to recompute: [run] -> whether its layers may; seconds that it takes longer at least; bytes of a
-    micro-batch that a layer keeps otherwise, and those that are saved. [run][shape] -> bytes in a layer's turn, at
-    least, if it is recomputed, and at least with one of its kind after it."""
-
-    may: Flags
-    again_s: Floats
-    kept: Floats
-    saved: Floats
-    turn: Floats
-    turn_again: Floats
-    paired: Floats
 
 
 @dataclass(frozen=True)
 class LeastRecompute:
-    """What bringing the memory of a chunked shape's ranks into the budget adds at least.
-
-    A rank of which layers of one kind may be recomputed has equally many recomputed in each of its stages, as far as
-    there are, and all in one way. Of others memory is taken at a price, the best of several, and layers as fluid.
-    ways: that there are. flights: [stage] -> micro-batches.
-    """
+    """What bringing the memory of a chunked shape's ranks into the budget is likely to add: memory is taken at a price,
+    the best of several, and layers as fluid. flights: [stage] -> micro-batches."""
 
     frame: Chunking
     layers: Recomputable
-    ways: list[_RecomputeWay]
     flights: Floats
 
     @classmethod
@@ -199,49 +154,16 @@ class LeastRecompute:
         flights = np.array(frame.flights(shape.num_microbatches))
         if shape.virtual_stages == 1:  # a running maximum: at the last layer's turn another micro-batch may be gone
             flights = np.minimum(flights, max(1, shape.num_microbatches - 1))
-            nothing = [np.zeros_like(turn) for turn in layers.turn]
-            layers = replace(layers, turn=nothing, paired=nothing)
-        return cls(frame, layers, layers.ways, flights)
+            layers = replace(layers, turn=[np.zeros_like(turn) for turn in layers.turn])
+        return cls(frame, layers, flights)
 
-    def added_s(self, cuts: StageCuts, static: Floats, free: Floats, crossing: Floats) -> list[Floats]:
-        """[way to recompute][rank][shape] -> seconds per micro-batch; infinite where all recompute there is does not
-        do. static: [run][shape] -> bytes that a layer holds anyway; free: [shape] -> bytes of a rank; crossing: [place
-        of the chain] -> bytes of a micro-batch that cross there."""
-        sent = self.frame.holds @ ((self.flights + 1) * crossing[list(cuts.places[1:])])
-        room = free * (1 + ROUNDING) - cuts.work @ static - sent[:, None]
-        several = [(self.layers.kind[way.may] != self.layers.kind[way.may][:1]).any() for way in self.ways]
-        by_price = self._added_by_price_s(cuts, room) if any(several) else np.zeros_like(room)
-        found = []
-        for way, of_several in zip(self.ways, several, strict=True):
-            added = self._added_in_one_way_s(way, cuts, room)
-            if of_several:
-                there = [self.layers.kind[(layers > 0) & way.may] for layers in cuts.work]
-                mixed = np.array([len(np.unique(kinds)) > 1 for kinds in there])
-                added = np.where(mixed[:, None], by_price, added)
-            found.append(added)
-        return found
-
-    def _added_in_one_way_s(self, way: _RecomputeWay, cuts: StageCuts, room: Floats) -> Floats:
-        """[rank][shape] -> the same where all layers that may be recomputed are of one kind. room: [rank][shape]."""
-        holds, there = self.frame.holds, cuts.work > 0
-        turn = np.maximum(_most(there, way.turn), _most(holds @ (cuts.stages > 1) > 0, way.paired))
-        need = holds @ (self.flights * (cuts.stages @ way.kept))
-        enough = need[:, None] <= room - turn
-        layers = cuts.stages @ way.may
-        if not way.may.any():
-            return np.where(enough, 0.0, np.inf)
-        each = np.maximum(1.0, layers)
-        number = np.minimum(np.arange(1, layers.max() + 1)[:, None], layers)  # [number][stage]
-        less = (number * (self.flights * (cuts.stages @ way.saved) / each)) @ holds.T
-        again = room - np.maximum(turn, _most(there & way.may, way.turn_again))
-        fewest = (need - less > again.T[:, None]).sum(axis=1)  # [shape][rank]
-        seconds = np.full((len(number) + 1, len(need)), np.inf)
-        seconds[:-1] = (number * (cuts.stages @ way.again_s / each)) @ holds.T
-        return np.where(enough, 0.0, seconds[fewest.T, np.arange(len(need))[:, None]])
-
-    def _added_by_price_s(self, cuts: StageCuts, room: Floats) -> Floats:
-        """[rank][shape] -> the same, whatever the layers and the ways."""
+    def added_s(self, cuts: StageCuts, static: Floats, free: Floats, crossing: Floats) -> Floats:
+        """[rank][shape] -> seconds per micro-batch; infinite where all recompute there is does not do. static:
+        [run][shape] -> bytes that a layer holds anyway; free: [shape] -> bytes of a rank; crossing: [place of the
+        chain] -> bytes of a micro-batch that cross there."""
         holds, flights, (kinds, rates) = self.frame.holds, self.flights, self._kinds
+        sent = holds @ ((flights + 1) * crossing[list(cuts.places[1:])])
+        room = free * (1 + ROUNDING) - cuts.work @ static - sent[:, None]
         room = room - _most(cuts.work > 0, np.stack([turn.min(axis=0) for turn in self.layers.turn]))
         stages = np.stack([cuts.stages[:, self.layers.kind == number].sum(axis=1) for number in kinds], axis=1)
         priced = (flights[:, None] * rates)[:, :, None]

@@ -27,7 +27,7 @@ from .bounds import Bounds
 from .chunked import best_chunking
 from .columns import ROUNDING, StagePrices
 from .ilp import solve_master
-from .nodes import Node, ShapeNode, Solved, SplitNode, expired
+from .nodes import Node, ShapeNode, ShapesNode, Solved, SplitNode, expired
 from .polish import MOST_CUTS, best_of_all, evened, num_cuts, polished
 from .scan import Assignment, scan, simulated_s
 from .solver import OutOfTimeError
@@ -74,6 +74,10 @@ divisors) is not searched."""
 PATIENCE = 1 / 6
 """Share of the time in which a search goes on without a better plan, or a proof that gets on, and then looks for better
 cuts of those it has."""
+
+SOME = 3
+"""Shapes of a family that tell what the others are likely to take. Tried with RWKV-7B on 64 GPUs: 4,143 shapes were
+solved without being told, 510 with one, 673 with three; with one, a random chain got a plan that was 0.3% slower."""
 
 WIDE = 0.1
 """A gap that a proof is worth more time for as long as it gets on: as it narrows by HELPS each time. Tried: from 2% on,
@@ -326,6 +330,7 @@ class _Search:
         self._depths: dict[int, int] | None = {} if math.isinf(cutoff_s) else None
         self._rest: list[Node] = []
         self._layouts: set[tuple[object, ...]] = set()
+        self._slower: dict[Family, list[float]] = {}
         self._best, self._extra = cutoff_s, 0
         self._patience_s = PATIENCE * (deadline_s - time.monotonic())
         self._patient_until_s = deadline_s
@@ -406,6 +411,9 @@ class _Search:
             cutoff = best * (SLOWEST if few else 1 + window)
             _, order, node = heapq.heappop(self._heap)
             depth = 0 if self._depths is None else self._depths.pop(order)
+            if isinstance(node, ShapeNode | ShapesNode) and self._guess_again(node):
+                self._put(node, cutoff, depth)
+                continue
             if isinstance(node, ShapeNode):
                 self._extra += likely >= best
                 self._solve(node, cutoff)
@@ -435,6 +443,18 @@ class _Search:
             likely *= EAGER**depth
         heapq.heappush(self._heap, (likely, order, node))
 
+    def _guess_again(self, node: ShapeNode | ShapesNode) -> bool:
+        """Make the guess of shapes longer by what those of their family that were solved took longer than theirs, at
+        least, if those are some; whether that is news. Guesses leave open what whole layers and the order of passes
+        cost."""
+        seen = self._slower.get(node.family if isinstance(node, ShapeNode) else node.family.family, [])
+        longer = min(seen) if len(seen) >= SOME else 1.0
+        if longer <= node.slower:
+            return False
+        node.guess *= longer / node.slower
+        node.slower = longer
+        return True
+
     def _solve(self, node: ShapeNode, cutoff: float) -> None:
         """Find the best plan of a shape, and keep the shape for the proof."""
         out = self._out
@@ -443,6 +463,9 @@ class _Search:
         if not is_chunked(node.shape.schedule):
             node.bound = max(node.bound, node.by_ranks_s(cutoff))
         found = node.solve(cutoff, self._deadline_s) if node.bound < cutoff else None
+        if is_chunked(node.shape.schedule) and math.isfinite(cutoff):
+            took_s = cutoff if found is None else found.seconds
+            self._slower.setdefault(node.family, []).append(took_s / node.guess * node.slower)
         is_late = expired(self._deadline_s)  # it may have been left half solved
         if is_late:
             out.complete = False

@@ -147,7 +147,7 @@ class MemoryBounds:
         cuts: Sequence[StageCuts],
     ) -> Floats:
         """[of these shapes] -> seconds that a chunked family takes at least with the best of these cuts, each rank with
-        the recompute that its memory asks for."""
+        the recompute that its memory asks for of layers that may be divided."""
         bounds, here, shape = self.bounds, self.bounds.kind_of_run, family.frugal
         ways, held = self._ways(family, leaves, recompute, pins.offered), self._held(family, leaves)
         room = (bounds.held(family, leaves).room / family.pipeline + held.twice)[some]
@@ -158,11 +158,9 @@ class MemoryBounds:
         )
         turns = [self._passing(family, leaves, kind, *own, some) for kind, own in enumerate(each)]
         layers = Recomputable(
-            names=[ways.names[kind] for kind in here],
             again_s=[ways.again_s[kind] for kind in here],
             kept=[ways.kept[kind] for kind in here],
             turn=[turns[kind][0] for kind in here],
-            paired=[turns[kind][1] for kind in here],
             kind=here,
         )
         least = LeastRecompute.of(shape, layers)
@@ -173,9 +171,8 @@ class MemoryBounds:
         for cut in cuts:
             waits_s = bounds.waits_s(family, leaves, cut)[:, some]
             once_s = bounds.once_s(family, leaves, fastest, cut.work)[:, some]
-            for added_s in least.added_s(cut, fixed, room, crossing):
-                beside = waits_s + added_s, once_s
-                found.append(cut.least_of_each_s(family.schedule, family.num_microbatches, *runs, *beside))
+            beside = waits_s + least.added_s(cut, fixed, room, crossing), once_s
+            found.append(cut.least_of_each_s(family.schedule, family.num_microbatches, *runs, *beside))
         least_s: Floats = np.min(found, axis=0)
         return least_s
 

@@ -157,7 +157,8 @@ class FamilyNode:
 @dataclass
 class ShapesNode:
     """Shapes of a family that are left, in the order of what they are likely to take. raised: whether that, and their
-    bounds, know memory; known: how many prices of their table (fluid.py) their bounds know."""
+    bounds, know memory; known: how many prices of their table (fluid.py) their bounds know. slower: times the first
+    guess that its guess is by now, as others of the family took longer than theirs."""
 
     bound: float
     guess: float
@@ -166,6 +167,7 @@ class ShapesNode:
     family: FamilyNode
     raised: bool = False
     known: int = 0
+    slower: float = 1.0
 
     @classmethod
     def of(
@@ -216,7 +218,7 @@ class ShapeNode:
     Its bound holds for all of its plans, so what is found may be slower: then the bound stands, and the difference is a
     gap of the proof. by_kind: whether the bound knows all options, but not yet in which order kinds of layers come;
     raised: whether it knows all cuts and options as well as it can. asked: whether its best plan has been looked for,
-    found or not; settled: whether more cuts have been looked at after that.
+    found or not; settled: whether more cuts have been looked at after that. slower: as of `ShapesNode`.
     """
 
     bound: float
@@ -231,6 +233,7 @@ class ShapeNode:
     settled: bool = False
     cuts: NDArray[np.int64] | None = None
     found: Solved | None = None
+    slower: float = 1.0
 
     @cached_property
     def prices(self) -> StagePrices | UnequalPrices:
