@@ -4,7 +4,7 @@ import heapq
 import itertools
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -330,7 +330,7 @@ class _Search:
         self._depths: dict[int, int] | None = {} if math.isinf(cutoff_s) else None
         self._rest: list[Node] = []
         self._layouts: set[tuple[object, ...]] = set()
-        self._slower: dict[Family, list[float]] = {}
+        self._slower: defaultdict[Family, list[float]] = defaultdict(list)
         self._best, self._extra = cutoff_s, 0
         self._patience_s = PATIENCE * (deadline_s - time.monotonic())
         self._patient_until_s = deadline_s
@@ -447,7 +447,7 @@ class _Search:
         """Make the guess of shapes longer by what those of their family that were solved took longer than theirs, at
         least, if those are some; whether that is news. Guesses leave open what whole layers and the order of passes
         cost."""
-        seen = self._slower.get(node.family if isinstance(node, ShapeNode) else node.family.family, [])
+        seen = self._slower[node.family if isinstance(node, ShapeNode) else node.family.family]
         longer = min(seen) if len(seen) >= SOME else 1.0
         if longer <= node.slower:
             return False
@@ -463,12 +463,12 @@ class _Search:
         if not is_chunked(node.shape.schedule):
             node.bound = max(node.bound, node.by_ranks_s(cutoff))
         found = node.solve(cutoff, self._deadline_s) if node.bound < cutoff else None
-        if is_chunked(node.shape.schedule) and math.isfinite(cutoff):
-            took_s = cutoff if found is None else found.seconds
-            self._slower.setdefault(node.family, []).append(took_s / node.guess * node.slower)
         is_late = expired(self._deadline_s)  # it may have been left half solved
         if is_late:
             out.complete = False
+        elif is_chunked(node.shape.schedule) and math.isfinite(cutoff):
+            took_s = cutoff if found is None else found.seconds
+            self._slower[node.family].append(took_s / node.guess * node.slower)
         if node.shape.pipeline > 1 or is_late:  # else what was found of it is the best of it
             self._rest.append(node)
         if found is None or (node.found is not None and found.seconds >= node.found.seconds):
