@@ -103,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             name, words = route(words)
             if not name:
                 _check_first_word(words)
+            _check_dashes(SUBCOMMANDS[name or "plan"], words)
             SUBCOMMANDS[name or "plan"](args=words, prog_name=f"{called} {name}".strip())
     except ValueError as error:
         if type(error) is not ValueError:  # a subclass is not one of our sentences: a bug, let it show
@@ -114,6 +115,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         terminal.print_error(_of_a_file(error))
         raise SystemExit(BAD_INPUT) from None
+
+
+def _check_dashes(app: typer.Typer, words: Sequence[str]) -> None:
+    """Raises ValueError for a long flag with one dash, which would be read as several short ones."""
+    for word in words:
+        flag = word.partition("=")[0]
+        if len(flag) > 2 and flag[0] == "-" != flag[1]:
+            known = {flag for option in typer.main.get_command(app).params for flag in option.opts}
+            if f"-{flag}" in known:
+                raise ValueError(f"{word}: write it with two dashes, -{word}")
 
 
 _OF_FILES = (OSError, PermissionError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)

@@ -61,6 +61,22 @@ def test_the_first_positional_word_decides(words: list[str], command: str, rest:
     assert route(words) == (command, rest)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["-gpus", "8"], "-gpus: write it with two dashes, --gpus"),
+        (["-gpus=8"], "-gpus=8: write it with two dashes, --gpus=8"),
+        (["--gpus", "8", "-json"], "-json: write it with two dashes, --json"),
+    ],
+)
+def test_a_long_flag_with_one_dash_is_told(
+    saved: str, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_plan(saved, *words) == 2
+
+    assert told in capsys.readouterr().err
+
+
 def test_a_file_called_compare_is_a_model_where_nothing_else_is_named(tmp_path: Path) -> None:
     save_profile(tmp_path, "compare")
 
