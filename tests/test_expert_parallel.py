@@ -310,7 +310,7 @@ def _counted_steps(cases: list[Case]) -> list[tuple[int, dict[Any, tuple[int, in
             batches = trainer.loader(_samples())
             for _ in range(2):
                 trainer.step(next(batches))
-            memory.restart()
+            memory.begin()
             with Traffic(SMALLEST_BYTES) as traffic:
                 trainer.step(next(batches))
         passed = {key: (each.bytes, each.calls) for key, each in by_axis(trainer, traffic).items()}

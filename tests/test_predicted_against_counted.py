@@ -188,7 +188,7 @@ def _third_step(case: Case) -> Counted:
         share = tuple(t.clone() for t in _batch(trainer.samples_per_step))
         for _ in range(WARM_UP_STEPS):
             trainer.step(share)
-        memory.restart()
+        memory.begin()
         with Traffic(SMALLEST_BYTES) as traffic:
             trainer.step(share)
     return Counted(

@@ -82,7 +82,8 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 class PeakMeter(TorchDispatchMode):
-    """Bytes of the storages that operators have made since it was switched on: those alive, and the most at once.
+    """Bytes of the storages that operators have made since it was switched on: those alive, and the most at once since
+    `begin`.
 
     Follows every storage until it is freed or resized (as fully_shard does with gathered parameters). Memory inside of
     a kernel is not seen. What gloo's threads still hold of collectives that are done is let go before a peak counts,
@@ -94,6 +95,7 @@ class PeakMeter(TorchDispatchMode):
     def __init__(self, fake: FakeTensorMode | None = None) -> None:
         super().__init__()
         self.live = self.peak = 0
+        self._began = False
         self._fake = fake
         self._sizes: dict[int, int] = {}
         self._resize: Any = None
@@ -125,8 +127,10 @@ class PeakMeter(TorchDispatchMode):
                 self._follow(leaf)
         return result
 
-    def restart(self) -> None:
-        """Forget the peak so far."""
+    def begin(self) -> None:
+        """Peaks count from here on."""
+        self._began = True
+        self._let_go()
         self.peak = self.live
 
     def _follow(self, tensor: torch.Tensor) -> None:
@@ -144,9 +148,13 @@ class PeakMeter(TorchDispatchMode):
     def _set(self, place: int, size: int) -> None:
         self.live += size - self._sizes[place]
         self._sizes[place] = size
-        if self.live > self.peak and self._fake is None and dist.is_initialized():
+        if self._began and self.live > self.peak:
+            self._let_go()
+            self.peak = max(self.peak, self.live)
+
+    def _let_go(self) -> None:
+        if self._fake is None and dist.is_initialized():
             let_gloo_rest()
-        self.peak = max(self.peak, self.live)
 
     def _freed(self, place: int) -> None:
         self.live -= self._sizes.pop(place, 0)

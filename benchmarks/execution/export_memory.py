@@ -54,7 +54,7 @@ def run(name: str) -> dict[str, Any]:
             seen = SimpleNamespace(mesh=shards.mesh.numpy(), get_group=shards.get_group)
             known = mock.patch.dict(vars(ours.mesh), shard_mesh=seen)
             with known, fake, played.Ones(), torch.no_grad():
-                memory.restart()
+                memory.begin()
                 before = memory.peak
                 pieces, largest = 0, 0
                 alike = {
