@@ -130,7 +130,7 @@ class LayerPasses(JobModel):
         found = self.compute(kind, shape)
         return found.forward, found.backward, 0.0
 
-    @memo_by(lambda self, kind, shape: (kind, *self._issued_as(shape)))
+    @memo_by(lambda self, kind, shape: (kind, *self.issued_as(shape)))
     def _eager_passes_s(self, kind: Kind, shape: Shape) -> tuple[float, float, float]:
         passes, (shown, _) = self._issued(kind, shape), self._left_in_queue(shape)
         ahead_s, back_s = (shown * each.wait_s for each in passes)
@@ -153,7 +153,7 @@ class LayerPasses(JobModel):
         back = Issued(found.device_backward + wider * found.widened_backward, found.host_backward)
         return more.device_s + max(0.0, more.wait_s - ahead.ahead_s - back.ahead_s)
 
-    @memo_by(lambda self, shape: self._issued_as(shape))
+    @memo_by(lambda self, shape: self.issued_as(shape))
     def _left_in_queue(self, shape: Shape) -> tuple[float, float]:
         """Share of what single layers wait for the host that a device with all layers waits, and of what the host is
         ahead in single layers that it is in the end. What a stage of a pipeline hides depends on its layers, and is not
@@ -165,7 +165,7 @@ class LayerPasses(JobModel):
         layers = self.layers_of_kinds
         return float(left_in_queue(host_s, device_s, layers)), float(left_in_queue(device_s, host_s, layers))
 
-    def _issued_as(self, shape: Shape) -> tuple[object, ...]:
+    def issued_as(self, shape: Shape) -> tuple[object, ...]:
         """What of a shape decides what its layers are issued with."""
         return (
             *(shape.tensor, shape.sequence, shape.cuts, shape.expert, shape.samples, shape.num_microbatches),

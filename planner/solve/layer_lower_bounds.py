@@ -4,15 +4,19 @@ ranks are: seconds of one micro-batch, and the bytes that they keep and hold."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cost.chain import Chain, of_each
 from ..cost.comm_cost import seconds_at_places
+from ..cost.kept import memo_by
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
-from ..cost.memory_cost import state_bytes
+from ..cost.memory_cost import state_bytes, uses_buffers, uses_fully_shard
+from ..plan.document import Recompute
+from ..plan.schedules import ZERO_BUBBLE
 from ..plan.shape import NO_EXTRAS, Offered, Shape
 
 Floats = NDArray[np.float64]
@@ -82,57 +86,90 @@ class LeastWork:
         """What a family's layers take, whose shape has everything sharded over all data ranks; None if their memory
         does not do. room: bytes that the allocator may hand out on one rank of every stage together. offered:
         options of layers beyond the usual."""
-        model, runs = self.model, self.chain.runs
-        counts = np.array([run.length for run in runs], dtype=float)
-        state = state_bytes(shape, self.model.training)
+        model, counts = self.model, self._counts
+        state = state_bytes(shape, model.training)
         # With one micro-batch a gradient comes when its layer's activations go.
         gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
-        kinds = [model.kinds[run.start] for run in runs]
-        ways = of_each(kinds, lambda kind: self._ways(kind, shape, offered))
-        stored = of_each(kinds, lambda kind: model.stored_elements(kind, shape))
         trainable_bytes = gradients + state.optimizer
-        held = [
-            (kept, total * state.sharded_parameters + trainable * trainable_bytes)
-            for (_, kept, _), (total, trainable) in zip(ways, stored, strict=True)
-        ]
-        shared = self.chain.counted_twice(shape)
+        stored, shared = self._stored(shape), self.chain.counted_twice(shape)
+        fixed = stored @ np.array([state.sharded_parameters, trainable_bytes])
         twice = (state.sharded_parameters + trainable_bytes) * shared
-        fewest = float(counts @ np.array([kept.min() for kept, _ in held]))
-        need = fewest + float(counts @ np.array([fixed for _, fixed in held])) - twice
-        passing = np.array([saved for saved, _, _ in ways])
-        if need > room or passing.max() > room:
+        ways = self._ways(shape, offered)
+        if ways.fewest + float(counts @ fixed) - twice > room or ways.passing.max() > room:
             return None
+        kinds = [model.kinds[run.start] for run in self.chain.runs]
         context_s = np.array(of_each(kinds, lambda kind: model.least_context_s(kind, shape)))
         pass_s, forward_s = self.passes_s(shape).T
         seconds = pass_s + context_s.sum(axis=1)
-        unsharded = replace(shape, data_replicate=shape.data, data_shard=1)
-        whole = np.array(of_each(kinds, lambda kind: model.stored_elements(kind, unsharded)))
+        whole = self._stored(replace(shape, data_replicate=shape.data, data_shard=1))
         total, trainable = np.maximum(0.0, counts @ whole - shared)
         return Least(
             seconds,
             forward_s + context_s[:, 0],
-            max(0.0, float(counts @ np.array([trainable for _, trainable in stored])) - shared),
-            [pass_s + again_s for pass_s, (_, _, again_s) in zip(seconds, ways, strict=True)],
-            held,
+            max(0.0, float(counts @ stored[:, 1]) - shared),
+            [pass_s + again_s for pass_s, again_s in zip(seconds, ways.again_s, strict=True)],
+            list(zip(ways.kept, fixed.tolist(), strict=True)),
             twice,
-            fewest,
+            ways.fewest,
             total,
             trainable,
-            passing,
+            ways.passing,
         )
 
-    def _ways(self, kind: Kind, shape: Shape, offered: Offered) -> tuple[float, Floats, Floats]:
-        """(bytes that a layer saves, [way to recompute] -> bytes that it keeps, seconds that it runs again) at least,
-        for one micro-batch. What waits in the host's memory is one more way: it keeps nothing and repeats nothing."""
-        model = self.model
-        if not model.keeps_as_traced:
-            return 0.0, np.zeros(1), np.zeros(1)
-        _, costs, tensor = model.mode(kind, shape)
-        ways, away = model.ways(kind, offered), [0.0] if "offload" in offered else []
-        any_schedule = shape if shape.pipeline == 1 else replace(shape, schedule="zb-h1")
-        kept = np.array([*(model.least_kept_bytes(kind, any_schedule, way) for way in ways), *away])
-        again_s = np.array([*(model.least_again_s(kind, shape, way) for way in ways), *away])
-        return costs.saved.at(shape.samples, self.model.training.compute_bytes, tensor), kept, again_s
+    @cached_property
+    def _counts(self) -> Floats:
+        return np.array([run.length for run in self.chain.runs], dtype=float)
+
+    @memo_by(lambda _, shape: (shape.tensor, shape.sequence, shape.cuts, shape.expert, shape.sharded_over))
+    def _stored(self, shape: Shape) -> Floats:
+        """[run] -> (all, trainable) elements of a layer."""
+        kinds = [self.model.kinds[run.start] for run in self.chain.runs]
+        return np.array(of_each(kinds, lambda kind: self.model.stored_elements(kind, shape)))
+
+    @memo_by(lambda self, shape, offered: (offered, shape.pipeline == 1, *self._kept_as(shape)))
+    def _ways(self, shape: Shape, offered: Offered) -> "LeastWays":
+        """What layers keep and run again, whatever the schedule. What waits in the host's memory is one more way: it
+        keeps nothing and repeats nothing."""
+        model, any_schedule = self.model, shape if shape.pipeline == 1 else replace(shape, schedule="zb-h1")
+
+        def found(kind: Kind) -> tuple[float, Floats, Floats]:
+            if not model.keeps_as_traced:
+                return 0.0, np.zeros(1), np.zeros(1)
+            _, costs, tensor = model.mode(kind, shape)
+            kept, again_s = self.of_ways(kind, any_schedule, model.ways(kind, offered))
+            if "offload" in offered:
+                kept, again_s = np.append(kept, 0.0), np.append(again_s, 0.0)
+            return costs.saved.at(shape.samples, model.training.compute_bytes, tensor), kept, again_s
+
+        each = of_each([model.kinds[run.start] for run in self.chain.runs], found)
+        kept = [kept for _, kept, _ in each]
+        fewest = float(self._counts @ np.array([least.min() for least in kept]))
+        return LeastWays(np.array([saved for saved, _, _ in each]), kept, [again_s for _, _, again_s in each], fewest)
+
+    @memo_by(lambda self, kind, shape, ways: (kind, ways, *self._kept_as(shape)))
+    def of_ways(self, kind: Kind, shape: Shape, ways: tuple[Recompute, ...]) -> tuple[Floats, Floats]:
+        """[way to recompute] -> (bytes that a layer keeps of a micro-batch, seconds that it runs again), at least."""
+        kept = np.array([self.model.least_kept_bytes(kind, shape, way) for way in ways])
+        return kept, np.array([self.model.least_again_s(kind, shape, way) for way in ways])
+
+    def _kept_as(self, shape: Shape) -> tuple[object, ...]:
+        """What of a shape decides what its layers keep of a micro-batch."""
+        training = self.model.training
+        return (
+            *(shape.tensor, shape.sequence, shape.cuts, shape.expert, shape.samples, shape.schedule in ZERO_BUBBLE),
+            *(uses_buffers(shape, training), uses_fully_shard(shape, training)),
+        )
+
+
+@dataclass(frozen=True)
+class LeastWays:
+    """What layers keep and run again of one micro-batch at least. passing: [run] -> bytes that a layer saves; kept,
+    again_s: [run][way to recompute] -> bytes that it keeps, seconds that it runs again; fewest: bytes that all keep."""
+
+    passing: Floats
+    kept: list[Floats]
+    again_s: list[Floats]
+    fewest: float
 
 
 def _computed_s(model: CostModel, shape: Shape, samples: Sequence[float]) -> Floats:

@@ -304,14 +304,12 @@ class MemoryBounds:
         model, names = self.model, self._names(kind, recompute, offered)
         if not names:
             return np.zeros(1), np.zeros(1)
+        kept, again_s = self.bounds.least.of_ways(kind, shape, names)
         if len(names) == 1:
-            return np.zeros(1), np.array([model.least_kept_bytes(kind, shape, names[0])])
-        again = [  # parts repeat some of the rest, or none
-            model.least_again_s(kind, shape, way) + (attention_s if model.repeats_attention(kind, shape, way) else 0.0)
-            + (rest_s if way in ("selective", "full") else 0.0)
-            for way in names
-        ]  # fmt: skip
-        return np.array(again), np.array([model.least_kept_bytes(kind, shape, way) for way in names])
+            return np.zeros(1), kept
+        attention = np.array([model.repeats_attention(kind, shape, way) for way in names])
+        rest = np.array([way in ("selective", "full") for way in names])  # parts repeat some of the rest, or none
+        return again_s + attention_s * attention + rest_s * rest, kept
 
     def _names(self, kind: Kind, recompute: Recompute | None, offered: Offered) -> tuple[Recompute, ...]:
         """The ways to recompute a layer; none where nothing is known of what they keep."""

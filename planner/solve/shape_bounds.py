@@ -83,13 +83,16 @@ class Elements:
 @dataclass(frozen=True)
 class _Columns:
     """What only leaves and degrees decide. alike: where among `shapes`, one for each leaf without its place, a leaf is;
-    degree: the same among `shards`, one shape for each shard degree. tensor, pipeline, context, expert: strides of
-    those groups, as far as they lie apart on one host. rates: of the collectives of data ranks."""
+    degree: the same among `shards`, one shape for each shard degree; issuing: among `issued`, one for each way in which
+    the host issues layers. tensor, pipeline, context, expert: strides of those groups, as far as they lie apart on one
+    host. rates: of the collectives of data ranks."""
 
     shapes: tuple[Shape, ...]
     alike: Ints
     shards: tuple[Shape, ...]
     degree: Ints
+    issued: tuple[Shape, ...]
+    issuing: Ints
     sharded_over: Floats
     overlap: Floats
     every: Flags
@@ -312,13 +315,13 @@ class ShapeBounds:
         model, shape, columns = self.model, family.frugal, self._columns_of(family, leaves)
         data, count, kinds = self.data(family, leaves), family.num_microbatches, [self.kinds[i] for i in some]
         ways = [model.pinned(kind, recompute or "none") for kind in kinds]
-        shards = [replace(shape, data_replicate=s.data_replicate, data_shard=s.data_shard) for s in columns.shards]
+        issued = [replace(shape, data_replicate=s.data_replicate, data_shard=s.data_shard) for s in columns.issued]
         host_s = np.array([model.host_s(kind, shape) for kind in kinds])[:, None]
-        passes_s = np.array([[model.passes_s(kind, each)[:2] for each in shards] for kind in kinds])
-        forward, backward = np.moveaxis(passes_s[:, columns.degree], 2, 0)
+        passes_s = np.array([[model.passes_s(kind, each)[:2] for each in issued] for kind in kinds])
+        forward, backward = np.moveaxis(passes_s[:, columns.issuing], 2, 0)
         pairs = list(zip(kinds, ways, strict=True))
-        again = np.array([[model.again_s(kind, each, way) for each in shards] for kind, way in pairs])
-        again = again[:, columns.degree]
+        again = np.array([[model.again_s(kind, each, way) for each in issued] for kind, way in pairs])
+        again = again[:, columns.issuing]
         if leaves.anywhere:
             sent_s, beside_s = self.least.exchanged_s(shape)[self.first_run[some]].T[:, :, None]
             ahead, back = forward + sent_s + host_s, backward + beside_s + host_s + again
@@ -413,11 +416,11 @@ class ShapeBounds:
             if other is None or family.expert > 1:
                 self._columns[key] = self._found_columns(family, leaves)
             else:  # sequence parallelism gives no group another place, but those of experts
-                alike, shards = (
+                alike, shards, issued = (
                     tuple(replace(shape, sequence=family.sequence) for shape in each)
-                    for each in (other.shapes, other.shards)
+                    for each in (other.shapes, other.shards, other.issued)
                 )
-                self._columns[key] = replace(other, shapes=alike, shards=shards)
+                self._columns[key] = replace(other, shapes=alike, shards=shards, issued=issued)
         return self._columns[key]
 
     def _found_columns(self, family: Family, leaves: Leaves) -> _Columns:
@@ -433,13 +436,18 @@ class ShapeBounds:
         sharding = [(leaf.data_shard * family.context, at.shard) for leaf, at in zip(each, placed, strict=True)]
         replicas = [(leaf.data_replicate, at.replicate) for leaf, at in zip(each, placed, strict=True)]
         place = {shard: i for i, shard in enumerate(shards)}
+        degree = np.array([place[leaf.data_shard] for leaf in each])
+        ways = [self.model.issued_as(shape) for shape in shards.values()]
+        issued = dict(zip(ways, shards.values(), strict=True))
         group = {key: i for i, key in enumerate(alike)}
         which = np.array([group[key] for key in unplaced])
         return _Columns(
             shapes=tuple(alike.values()),
             alike=which,
             shards=tuple(shards.values()),
-            degree=np.array([place[leaf.data_shard] for leaf in each]),
+            degree=degree,
+            issued=tuple(issued.values()),
+            issuing=np.array([list(issued).index(way) for way in ways])[degree],
             sharded_over=np.array([float(size) for size, _ in sharding]),
             overlap=np.array([self.model.data_overlap(shape) for shape in alike.values()])[which],
             every=np.array([leaf.gradient_sync == "every" for leaf in each]),
