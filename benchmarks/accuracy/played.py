@@ -70,7 +70,7 @@ def play(loaded: LoadedModel, plan: Plan, rank: int, meter: type[PeakMeter] = Pe
             with fake, Ones():
                 batch = batch_of(loaded, ours.samples_per_step)
                 ours.step(batch)  # makes optimizer state
-                memory.restart()
+                memory.begin()
                 with Traffic(SMALLEST_BYTES) as traffic:
                     ours.step(batch)
         return Played(rank, ours.mesh.coordinates["pipeline"], by_axis(ours, traffic), memory.peak)
