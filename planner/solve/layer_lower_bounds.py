@@ -78,7 +78,7 @@ class LeastWork:
             computed = _computed_s(self.model, shape, missing)
             each = [_passes_s(self.model, kind, shape, missing, of) for kind, of in zip(kinds, computed, strict=True)]
             found = dict(zip(kinds, each, strict=True))
-            runs = np.stack([found[self.model.kinds[run.start]] for run in self.chain.runs], axis=1)
+            runs = np.stack([found[kind] for kind in self._kinds], axis=1)
             known.update(zip(missing, runs, strict=True))
         return np.array([known[each] for each in samples])
 
@@ -97,8 +97,7 @@ class LeastWork:
         ways = self._ways(shape, offered)
         if ways.fewest + float(counts @ fixed) - twice > room or ways.passing.max() > room:
             return None
-        kinds = [model.kinds[run.start] for run in self.chain.runs]
-        context_s = np.array(of_each(kinds, lambda kind: model.least_context_s(kind, shape)))
+        context_s = np.array(of_each(self._kinds, lambda kind: model.least_context_s(kind, shape)))
         pass_s, forward_s = self.passes_s(shape).T
         seconds = pass_s + context_s.sum(axis=1)
         whole = self._stored(replace(shape, data_replicate=shape.data, data_shard=1))
@@ -120,11 +119,14 @@ class LeastWork:
     def _counts(self) -> Floats:
         return np.array([run.length for run in self.chain.runs], dtype=float)
 
+    @cached_property
+    def _kinds(self) -> list[Kind]:
+        return [self.model.kinds[run.start] for run in self.chain.runs]
+
     @memo_by(lambda _, shape: (shape.tensor, shape.sequence, shape.cuts, shape.expert, shape.sharded_over))
     def _stored(self, shape: Shape) -> Floats:
         """[run] -> (all, trainable) elements of a layer."""
-        kinds = [self.model.kinds[run.start] for run in self.chain.runs]
-        return np.array(of_each(kinds, lambda kind: self.model.stored_elements(kind, shape)))
+        return np.array(of_each(self._kinds, lambda kind: self.model.stored_elements(kind, shape)))
 
     @memo_by(lambda self, shape, offered: (offered, shape.pipeline == 1, *self._kept_as(shape)))
     def _ways(self, shape: Shape, offered: Offered) -> "LeastWays":
@@ -141,7 +143,7 @@ class LeastWork:
                 kept, again_s = np.append(kept, 0.0), np.append(again_s, 0.0)
             return costs.saved.at(shape.samples, model.training.compute_bytes, tensor), kept, again_s
 
-        each = of_each([model.kinds[run.start] for run in self.chain.runs], found)
+        each = of_each(self._kinds, found)
         kept = [kept for _, kept, _ in each]
         fewest = float(self._counts @ np.array([least.min() for least in kept]))
         return LeastWays(np.array([saved for saved, _, _ in each]), kept, [again_s for _, _, again_s in each], fewest)
