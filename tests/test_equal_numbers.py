@@ -320,7 +320,8 @@ def _inputs_left_behind(case: Case) -> int:
     """Inputs that groups of columns share, and that a step has not let go."""
     trainer = trainer_of(loaded_model(case.model).build, _plan(case))
     trainer.step(next(iter(trainer.loader(samples(VOCABULARY, 1)))))
-    return sum(len(x._entered) for x in gc.get_objects() if isinstance(x, SharedInput))
+    # isinstance would ask what weak proxies point to, which may be gone
+    return sum(len(x._entered) for x in gc.get_objects() if type(x) is SharedInput)
 
 
 @pytest.mark.slow
