@@ -1,6 +1,7 @@
 """The `plan` command: which subcommand is meant, and how it ends."""
 
 import difflib
+import functools
 import gc
 import inspect
 import os
@@ -190,13 +191,7 @@ def route(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def _positional(words: Sequence[str]) -> list[int]:
     """Indices of the words that are neither options nor values of options."""
-    with_value = {
-        spelling
-        for app in SUBCOMMANDS.values()
-        for option in typer.main.get_command(app).params
-        if option.param_type_name == "option" and not getattr(option, "is_flag", False)
-        for spelling in option.opts
-    }
+    with_value = _flags_with_values()
     positions: list[int] = []
     i = 0
     while i < len(words):
@@ -210,6 +205,18 @@ def _positional(words: Sequence[str]) -> list[int]:
             positions.append(i)
         i += 1
     return positions
+
+
+@functools.cache
+def _flags_with_values() -> frozenset[str]:
+    """Spellings of the options of all subcommands that the next word is the value of."""
+    return frozenset(
+        spelling
+        for app in SUBCOMMANDS.values()
+        for option in typer.main.get_command(app).params
+        if option.param_type_name == "option" and not getattr(option, "is_flag", False)
+        for spelling in option.opts
+    )
 
 
 if __name__ == "__main__":
