@@ -29,6 +29,7 @@ from meshwright.planner.solve.scan import least_by_ranks
 from meshwright.planner.solve.shape_bounds import ShapeBounds
 from meshwright.planner.solve.space import Family, Space
 from meshwright.profiler.machine.cluster import Group, Link
+from support.mixtures import mixture_on
 from support.synthetic import cluster, device, layer_class, profile, random_class
 
 NETWORK = Link(bandwidth=5e10, latency=1e-5)
@@ -58,9 +59,14 @@ def families_of(asked: Instance) -> Iterator[tuple[Space, Family, Recompute | No
         yield space, family, "none" if family.schedule in ZERO_BUBBLE else asked.pins.recompute
 
 
-@pytest.mark.parametrize("seed", slow.but_first(range(0, 120, 2), 12))
-def test_tables_of_a_family_hold_what_each_of_its_shapes_costs_alone(seed: int) -> None:
-    asked = asked_of(seed)
+MIXTURES = [mixture_on(1e-3, "fsdp2-eager", pins) for pins in (Pins(), Pins(expert=2))]
+"""Hosts issue so slowly that their wrappers and casts are waited for."""
+
+
+@pytest.mark.parametrize(
+    "asked", [*slow.but_first(map(asked_of, range(0, 120, 2)), 12), *MIXTURES], ids=lambda asked: str(asked.seed)
+)
+def test_tables_of_a_family_hold_what_each_of_its_shapes_costs_alone(asked: Instance) -> None:
     explorer = Explorer(asked.profile, asked.cluster, asked.training)
     bounds = ShapeBounds(explorer.chain)
     reshard = asked.pins.reshard

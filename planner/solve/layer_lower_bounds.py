@@ -14,7 +14,7 @@ from ..cost.comm_cost import seconds_at_places
 from ..cost.kept import memo_by
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
-from ..cost.memory_cost import state_bytes, uses_buffers, uses_fully_shard
+from ..cost.memory_cost import state_bytes, uses_buffers
 from ..plan.document import Recompute
 from ..plan.schedules import ZERO_BUBBLE
 from ..plan.shape import NO_EXTRAS, Offered, Shape
@@ -123,7 +123,7 @@ class LeastWork:
     def _kinds(self) -> list[Kind]:
         return [self.model.kinds[run.start] for run in self.chain.runs]
 
-    @memo_by(lambda _, shape: (shape.tensor, shape.sequence, shape.cuts, shape.expert, shape.sharded_over))
+    @memo_by(lambda _, shape: (shape.tensor, shape.sequence, shape.cuts, shape.expert))
     def _stored(self, shape: Shape) -> Floats:
         """[run] -> (all, trainable) elements of a layer."""
         return np.array(of_each(self._kinds, lambda kind: self.model.stored_elements(kind, shape)))
@@ -159,7 +159,7 @@ class LeastWork:
         training = self.model.training
         return (
             *(shape.tensor, shape.sequence, shape.cuts, shape.expert, shape.samples, shape.schedule in ZERO_BUBBLE),
-            *(uses_buffers(shape, training), uses_fully_shard(shape, training)),
+            uses_buffers(shape, training),
         )
 
 
