@@ -40,6 +40,7 @@ def test_importing_it_imports_almost_nothing(tmp_path: Path) -> None:
     assert not {"torch", "pydantic", "numpy", "rich", "typer", "meshwright.planner"} & loaded
 
 
+@pytest.mark.slow
 def test_planning_from_a_profile_imports_no_torch(tmp_path: Path) -> None:
     save_profile(tmp_path)
     code = (

@@ -48,9 +48,9 @@ def peak_of(num_bytes: int, memory: float = 40e9, **pins: Any) -> float:
     [
         {},
         pytest.param({"data_replicate": 2}, marks=pytest.mark.slow),
-        {"data_shard": 2},
+        pytest.param({"data_shard": 2}, marks=pytest.mark.slow),
         pytest.param({"pipeline": 2, "schedule": "1f1b"}, marks=pytest.mark.slow),
-        {"pipeline": 2, "schedule": "zb-h1"},
+        pytest.param({"pipeline": 2, "schedule": "zb-h1"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

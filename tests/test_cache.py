@@ -95,6 +95,7 @@ def replace_in(name: str, old: str, new: str) -> None:
     path.write_text(changed)
 
 
+@pytest.mark.slow
 def test_the_second_plan_of_an_unchanged_model_needs_no_torch(folder: Path) -> None:
     program = "from meshwright.executor.cli import main\nmain(['model.py', '--gpus', '2', '-q', '-o', {!r}])"
     first = modules_after(program.format("first.json"), Path.cwd())

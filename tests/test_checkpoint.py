@@ -21,7 +21,6 @@ from meshwright.executor.state.boxes import Box
 from meshwright.executor.state.checkpoint_folder import complete_checkpoints, latest_checkpoint, read_progress
 from meshwright.planner.plan.document import Plan
 from meshwright.profiler.model.model_profile import ModelProfile
-from support import slow
 from support.ranks import run_ranks
 from support.tied_net import GLOBAL_BATCH, PLANS, WIDTH, TiedNet, adamw, loss, plan_of, samples, tied_profile
 
@@ -73,7 +72,8 @@ def _resumed(plan: Plan, folders: list[Path]) -> list[list[float]]:
     return [train(plan, 5, resume=folder) for folder in folders]
 
 
-@pytest.mark.parametrize("name", slow.but_these(PLANS, {"one"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
 def test_any_plan_goes_on_where_any_other_was_saved(
     profile: ModelProfile, saved: dict[str, Path], expected: list[float], name: str
 ) -> None:
@@ -85,6 +85,7 @@ def test_any_plan_goes_on_where_any_other_was_saved(
         assert losses == [pytest.approx(expected[3:], rel=LOSS)] * len(saved)
 
 
+@pytest.mark.slow
 def test_a_tied_weight_that_one_rank_holds_twice_goes_on(
     profile: ModelProfile, saved: dict[str, Path], expected: list[float]
 ) -> None:
@@ -99,6 +100,7 @@ def test_going_on_is_not_beginning_anew(expected: list[float]) -> None:
     assert expected[3:] != pytest.approx(expected[:5], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_every_plan_saves_the_same_whole_tensors(saved: dict[str, Path]) -> None:
     contents = {}
     for name, folder in saved.items():
@@ -209,7 +211,8 @@ def _ends_without_close(plan: Plan, folder: Path, fails: bool) -> None:
     atexit._run_exitfuncs()  # as where a script ends; a process that is forked runs them not
 
 
-@pytest.mark.parametrize("fails", slow.but_first([False, True], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
 def test_a_script_that_ends_without_close_ends_with_its_checkpoint_or_fails(
     profile: ModelProfile, tmp_path: Path, fails: bool
 ) -> None:

@@ -324,9 +324,10 @@ def of_gpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return "gpt.json"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "said",
-    [("--recompute", "parts:attention"), pytest.param(("--pin", "recompute=parts:attention"), marks=pytest.mark.slow)],
+    [("--recompute", "parts:attention"), ("--pin", "recompute=parts:attention")],
 )
 def test_parts_of_layers_are_recomputed_as_they_are_said(of_gpt: str, said: tuple[str, str]) -> None:
     assert run_plan(of_gpt, "--gpus", "2", "--quiet", *said) == 0

@@ -80,15 +80,16 @@ def eager() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "degrees"),
     [
-        pytest.param(LayerOption(), {"data_replicate": 2}, marks=pytest.mark.slow),
-        pytest.param(LayerOption("full", reshard=True), {"data_shard": 2}, marks=pytest.mark.slow),
+        (LayerOption(), {"data_replicate": 2}),
+        (LayerOption("full", reshard=True), {"data_shard": 2}),
         (LayerOption("full"), {"tensor": 2}),
-        pytest.param(LayerOption(), {"stages": (2, 2)}, marks=pytest.mark.slow),
-        pytest.param(LayerOption("parts:0+2", reshard=True), {"data_shard": 2}, marks=pytest.mark.slow),
-        pytest.param(LayerOption("parts:0+2"), {"tensor": 2}, marks=pytest.mark.slow),
+        (LayerOption(), {"stages": (2, 2)}),
+        (LayerOption("parts:0+2", reshard=True), {"data_shard": 2}),
+        (LayerOption("parts:0+2"), {"tensor": 2}),
     ],
     ids=["ddp", "fsdp with recompute", "tp with recompute", "pp", "fsdp with parts", "tp with parts"],
 )
@@ -130,6 +131,7 @@ def test_inductor_gives_the_numbers_of_eager_layers(profile: ModelProfile) -> No
     assert_same(found, eager())
 
 
+@pytest.mark.slow
 def test_selective_recompute_keeps_a_layer_eager(profile: ModelProfile) -> None:
     found, num_graphs = run_ranks(_two_steps, 1, plan_of(profile, LayerOption("selective")), "aot_eager")[0]
 

@@ -98,6 +98,7 @@ def found(
 # --- exchanges -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(any_links(), sizes, factors)
 def test_an_exchange_of_more_bytes_never_takes_less_time(links: GroupLinks, size: float, factor: float) -> None:

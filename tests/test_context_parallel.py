@@ -223,10 +223,9 @@ def told_by_step(plan: Plan, lengths: tuple[int, ...]) -> str:
     return told
 
 
-@pytest.mark.parametrize("lengths", [(8,), pytest.param((16, 8), marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "chosen", slow.but_first([shape(), shape(pipeline=2, schedule="1f1b")], 1), ids=["alone", "pipeline"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(8,), (16, 8)])
+@pytest.mark.parametrize("chosen", [shape(), shape(pipeline=2, schedule="1f1b")], ids=["alone", "pipeline"])
 def test_a_batch_of_another_length_than_planned_is_refused(chosen: Shape, lengths: tuple[int, ...]) -> None:
     for message in run_ranks(told_by_step, chosen.degrees.num_devices, planned("llama", chosen), lengths):
         assert "splits sequences of 16 tokens over 2 ranks" in message
@@ -284,6 +283,7 @@ def test_a_profile_says_what_would_mix_tokens(name: str, problem: str) -> None:
     assert bool(found.context_problem) == bool(problem)
 
 
+@pytest.mark.slow
 def test_the_rule_tells_what_would_mix_tokens() -> None:
     found = context_rule(small_profile("gpt2"), 2, 1, "ring")
 

@@ -530,6 +530,7 @@ def test_a_second_pass_with_less_room_leaves_few_combinations_to_look_through(mo
     assert compared[0] < 5_000
 
 
+@pytest.mark.slow
 def test_one_row_of_many_combinations_is_looked_through_without_comparing_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """24 layers of eight options, of which the lightest keeps 12 GiB, and whatever keeps less holds much in its turn
     (a Granite model on 64 GPUs): 720,000 combinations are lighter than what fits."""

@@ -301,9 +301,8 @@ def test_plan_gives_the_numbers_of_one_process(name: str) -> None:
     assert max(relative.values()) < TOLERANCE, relative
 
 
-@pytest.mark.parametrize(
-    "data", slow.but_first([{"shard": 2, "reshard": True}, {"replicate": 2}], 0), ids=["fsdp", "ddp"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [{"shard": 2, "reshard": True}, {"replicate": 2}], ids=["fsdp", "ddp"])
 def test_recompute_of_parts_changes_no_number_in_bf16(data: dict[str, int]) -> None:
     plain = Case("llama", precision="bf16", **data)  # type: ignore[arg-type]
     cases = plain, replace(plain, recompute="parts:input_layernorm+self_attn+mlp")

@@ -139,6 +139,7 @@ def _timed(plan: Plan) -> TimedExchanges:
     return exchange_times(plan, range(plan.degrees.num_devices), torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_ranks_time_what_they_exchange() -> None:
     found = run_local_ranks(_timed, 4, PLAN, timeout_s=60)
 

@@ -12,6 +12,7 @@ from meshwright.planner.plan.making import shape_of
 from support import slow
 
 
+@pytest.mark.slow
 def test_draws_differ_from_each_other_and_not_from_run_to_run() -> None:
     plans = drawn.draw("mlp", 8, 6)
 
@@ -20,6 +21,7 @@ def test_draws_differ_from_each_other_and_not_from_run_to_run() -> None:
     assert len({plan.plan.degrees.pipeline for plan in plans}) > 1
 
 
+@pytest.mark.slow
 def test_batches_grow_up_to_those_of_the_plan() -> None:
     (plan,) = drawn.draw("gpt", 4, 1, "growing")
 

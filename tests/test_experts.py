@@ -84,6 +84,7 @@ def test_their_layout_is_the_answer_where_time_is_up_before_the_space_is_searche
     assert pick.gap == (pytest.approx(pick.solved.seconds / 1e-9 - 1.0) if bound_s else None)
 
 
+@pytest.mark.slow
 def test_a_device_is_taken_to_hold_what_ran_on_it() -> None:
     small = {"cluster__gpu": "of another kind", "cluster__gpu_mem_gb": 0.8}
     (asked,) = questions([chosen(**small)])

@@ -520,7 +520,7 @@ def test_a_choice_is_robust_or_says_what_overtakes_it() -> None:
     assert robustness(point).startswith(("robust: ", "not the best everywhere within +-20%: with "))
 
 
-@pytest.mark.parametrize("memory", slow.but_first([1.7e9, 80e9, 0.9e9, 2.5e9, 3.2e9], 2))
+@pytest.mark.parametrize("memory", slow.but_first([80e9, 1.7e9, 0.9e9, 2.5e9, 3.2e9], 1))
 def test_the_fewest_gpus_are_those_of_trying_all(memory: float) -> None:
     model, on = chain(parameters=100_000_000, heads=8), cluster(1, 8, device(memory=memory))
     training = job()

@@ -132,6 +132,7 @@ def test_a_rank_that_hangs_in_the_model_is_named_with_the_line(profile: ModelPro
     assert max(ending.seconds for ending in endings) < SOON_S
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_its_data_is_named_with_the_line(profile: ModelProfile, tmp_path: Path) -> None:
     endings = launch(_train, 2, tmp_path, plan_of(profile, replicate=2), nothing, 0, 4, 4)
 

@@ -15,7 +15,6 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.space import Space
 from meshwright.profiler.machine.cluster import cluster_of, load_device
-from support import slow
 from support.exported import mixture
 from support.ranks import run_ranks
 from support.same_numbers import (
@@ -91,7 +90,8 @@ def by_hand() -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-@pytest.mark.parametrize("name", slow.but_first(CASES, 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_a_plan_in_fp8_is_what_one_would_write_by_hand(name: str) -> None:
     losses, norms = run_ranks(by_hand, 1)[0]
 

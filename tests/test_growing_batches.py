@@ -129,6 +129,7 @@ class StillNet(DropNet):
                 module.p = 0.0
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_plain_pytorch() -> None:
     lines = Lines()
     torch.manual_seed(SEED)

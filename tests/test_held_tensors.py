@@ -263,6 +263,7 @@ def beside_a_graph(layout: torch.layout) -> LoadedModel:
     return load_model(Spread, batch=lambda n: (torch.randn(n, 4),) * 2, loss=lambda out, batch: out.square().mean())
 
 
+@pytest.mark.slow
 def test_sparse_buffers_are_on_pipeline_stages() -> None:
     made = beside_a_graph(torch.sparse_coo)
 

@@ -197,17 +197,15 @@ def test_uneven_stages_that_fit_are_found_without_a_search(monkeypatch: pytest.M
     assert fits(Explorer(model, on, job()), PIPELINE_ONLY, math.inf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "pins"),
-    slow.but_first(
-        [
-            (units(3, 3, 1, 1), PIPELINE_ONLY),
-            (units(2, 5, 1, 2), Pins()),
-            (units(3, 3, 1, 1), replace(PIPELINE_ONLY, schedule="1f1b")),
-            (units(8, 1, 1, 1, 1, 1, 1), PIPELINE_ONLY),
-        ],
-        1,
-    ),
+    [
+        (units(3, 3, 1, 1), PIPELINE_ONLY),
+        (units(2, 5, 1, 2), Pins()),
+        (units(3, 3, 1, 1), replace(PIPELINE_ONLY, schedule="1f1b")),
+        (units(8, 1, 1, 1, 1, 1, 1), PIPELINE_ONLY),
+    ],
     ids=["by pairs", "uneven, any layout", "by pairs, 1f1b", "one large"],
 )
 def test_no_plan_of_any_kind_is_over_by_less_than_the_closest(model: ModelProfile, pins: Pins) -> None:

@@ -19,6 +19,7 @@ from meshwright.planner.plan.document import Plan
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support import slow
 from support.ranks import run_ranks
 from support.same_numbers import Case, loss, next_tokens, plan_of, trainer_of
 from support.tied_net import VOCABULARY, WIDTH, Block
@@ -97,10 +98,15 @@ CASES = {
 }
 
 
+QUICK = "fsdp", "fsdp and tensor"
+"""Cases that are tested by default."""
+
+
 @functools.cache
-def _begun() -> dict[str, tuple[dict[str, torch.Tensor], set[tuple[str, int]]]]:
-    """Case -> parameters as they begin, and the dims that tensor parallelism and fully_shard divide; in one fork."""
-    plans = {name: _plan(case) for name, case in CASES.items()}
+def _begun(quick: bool) -> dict[str, tuple[dict[str, torch.Tensor], set[tuple[str, int]]]]:
+    """Case -> parameters as they begin, and the dims that tensor parallelism and fully_shard divide; the quick cases or
+    the others, in one fork."""
+    plans = {name: _plan(case) for name, case in CASES.items() if (name in QUICK) == quick}
 
     def begin() -> dict[str, tuple[dict[str, torch.Tensor], set[tuple[str, int]]]]:
         found = {}
@@ -123,20 +129,20 @@ def _as_large(patch: pytest.MonkeyPatch, block_elements: int = 40) -> None:
     patch.setattr(initialise, "BLOCK_ELEMENTS", block_elements)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow.but_these(CASES, QUICK))
 def test_a_large_model_begins_with_the_numbers_of_one_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _as_large(monkeypatch)
     expected = trainer_of(Mixed, _plan(Case("mixed"))).full_state_dict()
 
-    found, _ = _begun()[name]
+    found, _ = _begun(name in QUICK)[name]
 
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 def test_the_cases_divide_rows_and_columns() -> None:
-    assert _begun()["fsdp"][1] == {("shard", 0), ("shard", 1)}
-    assert _begun()["fsdp and tensor"][1] >= {("shard", 0), ("tensor", 0), ("tensor", 1)}
+    assert _begun(True)["fsdp"][1] == {("shard", 0), ("shard", 1)}
+    assert _begun(True)["fsdp and tensor"][1] >= {("shard", 0), ("tensor", 0), ("tensor", 1)}
 
 
 class Wide(nn.Module):

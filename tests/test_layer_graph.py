@@ -185,6 +185,7 @@ def test_a_graph_that_cannot_be_written_is_refused_before_the_work(
     assert not profile_file.exists()
 
 
+@pytest.mark.slow
 def test_a_plan_from_a_profile_does_not_wait_for_networkx(tmp_path: Path) -> None:
     arguments = [str(save_profile(tmp_path)), "--gpus", "2", "--device", "h100-80gb"]
 

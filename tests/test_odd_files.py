@@ -63,6 +63,7 @@ def test_what_fully_shard_gets_wrong_is_not_sharded(name: str, words: str) -> No
     assert re.search(words, str(sharding_rule(trace(odd(name)), "fp32")))
 
 
+@pytest.mark.slow
 def test_dice_that_change_numbers_but_no_layers_are_fine() -> None:
     class Scaled(odd("lora").build().__class__):  # type: ignore[misc]
         def forward(self, x: object) -> object:
@@ -93,7 +94,7 @@ def test_bounds_of_rows_are_not_cut() -> None:
         pytest.param("reentrant", {"data_replicate": 2}, marks=pytest.mark.slow),
         pytest.param("ragged", {"pipeline": 2, "schedule": "gpipe"}, marks=pytest.mark.slow),
         pytest.param("complex_weights", {"data_replicate": 2}, marks=pytest.mark.slow),
-        ("penalty", {"data_replicate": 2}),
+        pytest.param("penalty", {"data_replicate": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_plans_of_odd_files_give_the_same_numbers(name: str, pins: dict[str, int]) -> None:

@@ -126,6 +126,7 @@ def test_recompute_counts_a_batch_once_in_running_statistics() -> None:
     assert norm.num_batches_tracked == 2
 
 
+@pytest.mark.slow
 def test_batch_norms_run_beside_sharded_parameters_in_bf16() -> None:
     report = verified("batch norm", _plan("batch norm", [[KEPT] * 4], precision="bf16", data_shard=2))
 

@@ -51,13 +51,14 @@ def plan_of(words: str, device: str = "cpu", profile: ModelProfile | None = None
     return candidate.plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "rank", "stage"),
     [
-        pytest.param("ddp", 0, 0, marks=pytest.mark.slow),
-        pytest.param("fsdp", 3, 0, marks=pytest.mark.slow),
-        pytest.param("tp=2 sp=on fsdp", 1, 0, marks=pytest.mark.slow),
-        pytest.param("cp=2 fsdp", 0, 0, marks=pytest.mark.slow),
+        ("ddp", 0, 0),
+        ("fsdp", 3, 0),
+        ("tp=2 sp=on fsdp", 1, 0),
+        ("cp=2 fsdp", 0, 0),
         ("pp=2 schedule=1f1b", 2, 1),
     ],
 )
@@ -80,6 +81,7 @@ def test_checks_that_are_left_out_keep_no_tensor() -> None:
         assert kept() is None
 
 
+@pytest.mark.slow
 def test_a_sharded_stage_steps_where_its_inputs_are_moved_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     untouched = FSDPState._root_pre_forward
 

@@ -382,8 +382,9 @@ def fsdp_step(
     return {n: p.grad.full_tensor() for n, p in named if p.grad is not None}, dict(collectives.counts)  # type: ignore
 
 
-@pytest.mark.parametrize("gradient_sync", slow.but_first(["last", "every"], 1))
-@pytest.mark.parametrize("reshard", slow.but_first([True, False], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("gradient_sync", ["last", "every"])
+@pytest.mark.parametrize("reshard", [True, False])
 def test_sharded_stages_reduce_as_often_as_the_plan_says(gradient_sync: str, reshard: bool) -> None:
     loaded = load("unet")
     plan = plan_with("unet", [5], num_microbatches=3, reshard=reshard, data_shard=2, gradient_sync=gradient_sync)

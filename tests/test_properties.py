@@ -28,7 +28,6 @@ from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space
 from meshwright.profiler.machine.cluster import ClusterSpec, Device, Group, Link, cluster_of, load_device
 from meshwright.profiler.model.model_profile import ModelProfile
-from support import slow
 from support.strategies import ROUNDING, any_links, clusters, factors, jobs, log_floats, models, plans, priced, sizes
 from support.synthetic import SEQ_LEN, cluster, device, layer_class, profile
 from support.zoo import zoo_profile
@@ -137,7 +136,8 @@ BETTER: dict[str, Callable[[ClusterSpec, float], ClusterSpec]] = {
 }
 
 
-@pytest.mark.parametrize("what", slow.but_these(BETTER, {"memory"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("what", BETTER)
 @settings(max_examples=30)
 @given(models(), clusters, jobs, st.floats(1.0, 10.0))
 def test_more_of_it_never_makes_the_optimum_slower(
@@ -210,6 +210,7 @@ def test_the_optimum_of_a_cluster_c_times_as_fast_takes_1_over_c_of_the_time(
 RECOMPUTES: tuple[Recompute, ...] = ("none", "attention", "selective", "full")
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(plans(), st.data())
 def test_recompute_never_makes_a_plan_faster(
@@ -342,6 +343,7 @@ def test_tensor_parallel_communication_hides_inside_a_host_only(tmp_path: Path, 
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(plans())
 def test_recompute_is_offered_only_where_it_keeps_less(

@@ -124,12 +124,13 @@ def test_as_many_wait_as_the_table_lets(schedule: Schedule, ranks: int, count: i
         assert all(0 <= each <= most for each in chain(found[rank], held[rank]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setup", "precision"),
     [
         ("pp=4 schedule=zb-h1 mb=1", "bf16"),
-        pytest.param("pp=4 schedule=zb-h1 mb=2 zero=1", "bf16", marks=pytest.mark.slow),
-        pytest.param("pp=2 schedule=zb-h2 mb=1 tp=2", "fp32", marks=pytest.mark.slow),
+        ("pp=4 schedule=zb-h1 mb=2 zero=1", "bf16"),
+        ("pp=2 schedule=zb-h2 mb=1 tp=2", "fp32"),
     ],
 )
 def test_every_stage_holds_what_is_predicted(setup: str, precision: Precision) -> None:

@@ -160,6 +160,7 @@ def priced(shape: Shape, on: Device) -> MeasuredStep:
     return MeasuredStep(shape.label, plan, model, estimate(on_device(plan, on), model).step_time_s)
 
 
+@pytest.mark.slow
 def test_collectives_that_are_timed_alone_tell_kinds_apart_that_all_runs_use_in_one_proportion() -> None:
     truth = turned(PRESET, {"all_gather": 0.6, "reduce_scatter": 2.5, "link bandwidth": 0.5})
     sharded = [

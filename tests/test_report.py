@@ -466,6 +466,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_command_writes_report_and_trace_without_torch(folder: Path) -> None:
     words = ["report", "plan.json", "--model", "profile.json", "--trace", "trace.json"]
 

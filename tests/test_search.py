@@ -100,7 +100,7 @@ BRUTE_SEEDS = [seed for seed in range(1000) if small(seed)][:40]
 """Few: test_brute_force.py has more, of more kinds."""
 
 
-@pytest.mark.parametrize("seed", slow.but_these(BRUTE_SEEDS, BRUTE_SEEDS[:5]))
+@pytest.mark.parametrize("seed", slow.but_first(BRUTE_SEEDS, 4))
 def test_search_finds_the_optimum_of_brute_force(seed: int) -> None:
     model, on, training = random_instance(seed)
 

@@ -260,6 +260,7 @@ def report(folder: Path, plan: Plan, *more: str) -> int:
     return run_plan(*words, "--run", str(folder / "run.jsonl"), "-o", str(folder / "report.html"), *more)
 
 
+@pytest.mark.slow
 def test_the_report_of_a_run_tells_of_a_slow_host_as_replan_does_and_the_way_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -291,6 +292,7 @@ def test_a_run_that_was_resumed_says_after_how_many_steps_a_plan_around_the_slow
     assert cost.startswith("switching costs about 43.5 s")
 
 
+@pytest.mark.slow
 def test_a_report_says_that_hosts_are_alike_or_why_it_does_not_know(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -148,6 +148,7 @@ def slowed(chosen: SearchResult, truth: dict[str, float]) -> tuple[float, dict[s
     return estimate(moved, PROFILE).step_time_s, axes
 
 
+@pytest.mark.slow
 def test_a_run_whose_links_became_slow_is_told_of_a_layout_that_needs_them_less(
     tmp_path: Path, chosen: SearchResult
 ) -> None:

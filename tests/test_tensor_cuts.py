@@ -32,7 +32,11 @@ def _pairs(block: LayerClass) -> list[tuple[str, tuple[str, ...], tuple[str, ...
                 ("mlp", ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)),
             ],
         ),
-        ("gpt2", [("attention", ("attn.c_attn",), ("attn.c_proj",)), ("mlp", ("mlp.c_fc",), ("mlp.c_proj",))]),
+        pytest.param(
+            "gpt2",
+            [("attention", ("attn.c_attn",), ("attn.c_proj",)), ("mlp", ("mlp.c_fc",), ("mlp.c_proj",))],
+            marks=pytest.mark.slow,
+        ),
         ("gpt.py", [("attention", ("attention.qkv",), ("attention.out",)), ("mlp", ("up",), ("down",))]),
         pytest.param(
             "bert_large",

@@ -432,6 +432,7 @@ class _InPlace(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_layers_may_change_their_input_in_place() -> None:
     loaded = load_model(_InPlace(), batch=lambda size: (torch.randn(size, 8),), loss=lambda out, batch: out.sum())
 
@@ -556,6 +557,7 @@ def _read(size: int, seq_len: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(64, (size, seq_len)), torch.randn(size, 24, 32)
 
 
+@pytest.mark.slow
 def test_layers_that_do_the_same_at_another_length_are_not_cut_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_model(_Reads, batch=_read, loss=lambda output, batch: output.float().square().mean())
     cut: list[tuple[int | None, int]] = []
@@ -746,6 +748,7 @@ def test_what_is_made_of_two_samples_only_is_told(tmp_path: Path) -> None:
         trace(load_model(tmp_path / "some.py"))
 
 
+@pytest.mark.slow
 def test_a_pair_of_cut_matrices_may_be_in_the_last_layer(tmp_path: Path) -> None:
     (tmp_path / "some.py").write_text(
         "import torch\nfrom torch import nn\n"

@@ -24,7 +24,7 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
-from support import tied_net
+from support import slow, tied_net
 from support.cli import some_plan
 from support.ranks import run_ranks
 from support.small_net import CLASSES, GLOBAL_BATCH, WIDTH, Net, assert_same, batch_of, loss, sgd
@@ -212,7 +212,7 @@ def test_random_state_afterwards_is_that_of_one_process(make: Callable[..., Plan
 
 @pytest.mark.parametrize(
     "degrees",
-    [{"replicate": 2}, {"shard": 2}, {"tensor": 2}, {"stages": (2, 2)}],
+    slow.but_first([{"replicate": 2}, {"shard": 2}, {"tensor": 2}, {"stages": (2, 2)}], 3),
     ids=["autocast ddp", "fsdp", "fsdp and tensor", "pipeline"],
 )
 def test_bf16_computes_in_bf16_and_keeps_fp32(make: Callable[..., Plan], degrees: dict[str, Any]) -> None:

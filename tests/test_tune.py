@@ -123,6 +123,7 @@ class SlowHostTrack(HiddenTrack):
         return replace(found, rank_compute_s=tuple(noisy))
 
 
+@pytest.mark.slow
 def test_a_slow_host_is_found_by_what_ranks_compute_and_planned_for(tmp_path: Path) -> None:
     track = SlowHostTrack()
 
@@ -169,6 +170,7 @@ class SlowLinkTrack(HiddenTrack):
         )
 
 
+@pytest.mark.slow
 def test_hosts_behind_slower_links_are_found_by_what_passes_between_them_and_planned_for(tmp_path: Path) -> None:
     track = SlowLinkTrack()
 
@@ -220,6 +222,7 @@ class CrookedTrack(HiddenTrack):
         return self.true_s(plan) * (1.06 if plan.degrees.pipeline > 1 else 0.97)
 
 
+@pytest.mark.slow
 def test_newcomers_may_be_as_much_slower_as_constants_miss(
     tmp_path: Path, chosen: SearchResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:

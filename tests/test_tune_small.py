@@ -224,6 +224,7 @@ def on_two(tmp_path_factory: pytest.TempPathFactory, chosen: SearchResult) -> tu
     return *tuned(tmp_path_factory.mktemp("two"), chosen, 2, track), track
 
 
+@pytest.mark.slow
 def test_two_hosts_tell_the_best_plan_of_eight(on_two: tuple[Tuned, Record, SmallTrack], chosen: SearchResult) -> None:
     found, _, track = on_two
 
@@ -272,6 +273,7 @@ class GpuTrack(SmallTrack):
         return replace(found, peak_memory_bytes=tuple(sizes), memory_kind="allocated", peak_reserved_bytes=held)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("full", "kinds"), [(1.0, {"allocated"}), (0.0, {"allocated", "reserved"})])
 def test_what_an_allocator_keeps_tells_nothing_while_there_is_memory_to_spare(
     full: float,

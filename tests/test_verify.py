@@ -112,6 +112,7 @@ def test_gradients_of_a_wrong_size_are_found(monkeypatch: pytest.MonkeyPatch) ->
     assert report.first.relative == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, _ = small_gpt()
     forward = StageModule.forward

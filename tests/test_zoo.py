@@ -197,6 +197,7 @@ def test_whisper_decodes_after_it_has_encoded() -> None:
     assert blocks == [("WhisperEncoderLayer", 32), ("WhisperDecoderLayer", 32)]
 
 
+@pytest.mark.slow
 def test_stages_of_resnet_are_opened_into_blocks() -> None:
     profile = zoo_profile("resnet50.py")
 
