@@ -64,6 +64,7 @@ def test_what_is_held_elsewhere_counts_as_much() -> None:
     assert [(b.name, b.shape) for b in profile.buffers] == [("held[0].weight", (LARGE // 64, 16))]
 
 
+@pytest.mark.slow
 def test_buffers_that_are_too_large_fit_nowhere() -> None:
     room = 1.5e9  # of which a process takes 1 GiB by itself
 

@@ -139,6 +139,7 @@ def test_selective_recompute_keeps_a_layer_eager(profile: ModelProfile) -> None:
     assert_same(found, eager())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # the compiler's own look at it

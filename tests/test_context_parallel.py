@@ -88,7 +88,7 @@ def worst_differences() -> list[tuple[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", slow.but_first([2, 4], 1))
 def test_attention_of_ranks_is_that_of_one_process(num_ranks: int) -> None:
     differences = [rank for found in run_ranks(worst_differences, num_ranks) for rank in found]
 

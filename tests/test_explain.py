@@ -504,6 +504,7 @@ def test_a_kind_of_plan_has_no_degrees() -> None:
     assert kind_in_words(plan) == "HSDP + TP + PP"
 
 
+@pytest.mark.slow
 def test_more_of_a_resource_never_makes_the_step_longer_and_twice_the_compute_less_than_halves_it() -> None:
     (point,) = points_of((4,), memory=4e9)
 

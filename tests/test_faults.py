@@ -107,7 +107,8 @@ def test_a_rank_that_raises_ends_all_with_its_name_and_error(
     assert max(ending.seconds for ending in endings) < SOON_S
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_ends_all_with_its_name(profile: ModelProfile, tmp_path: Path, rank: int) -> None:
     endings = launch(_train, 2, tmp_path, plan_of(profile, shard=2), is_killed, rank)
 

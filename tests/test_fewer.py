@@ -36,6 +36,7 @@ def test_where_ranks_mostly_wait_fewer_of_them_nearly_do() -> None:
     assert f"{fewer.num_devices} of the 8 GPUs" in str(fewer)
 
 
+@pytest.mark.slow
 def test_where_ranks_mostly_compute_there_is_no_note_and_half_of_them_would_indeed_take_longer() -> None:
     result, fewer = _planned(1e12, cluster_of(_H100, 4))
 

@@ -96,7 +96,7 @@ def asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         yield wrong
 
 
-@pytest.mark.parametrize("asked", slow.but_first([*INTERLEAVED, *ASKED], 4), ids=lambda asked: str(asked.seed))
+@pytest.mark.parametrize("asked", slow.but_first([*INTERLEAVED, *ASKED], 2), ids=lambda asked: str(asked.seed))
 def test_methods_keep_what_they_would_find(asked: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
     with asked_anew(monkeypatch) as wrong:
         explorer = Explorer(asked.profile, asked.cluster, asked.training)

@@ -236,6 +236,7 @@ def test_time_over_before_the_first_plan_leaves_the_best_rule_of_thumb() -> None
     assert check(found.plan, model) == []
 
 
+@pytest.mark.slow
 def test_a_first_plan_is_found_sooner_than_by_bounds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = profile([layer_class("a", 4e11, 2_000_000_000, 1e9, 1e6, heads=16)], [0] * 32)
     training = TrainingSpec(global_batch=256, seq_len=64)
@@ -254,6 +255,7 @@ def test_a_first_plan_is_found_sooner_than_by_bounds_alone(monkeypatch: pytest.M
     assert nodes_before_the_first(explore.EAGER) < 0.7 * nodes_before_the_first(1.0)
 
 
+@pytest.mark.slow
 def test_shapes_like_those_that_took_longer_than_guessed_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     model = profile([layer_class("a", 1e9, 4_000_000, saved=2e6, inputs=1e5, transient=1e5)], [0] * 24, crossing=1e5)
     training = TrainingSpec(global_batch=64, seq_len=64)
@@ -384,6 +386,7 @@ def test_options_that_fit_are_found_even_when_time_is_over(pipeline: int) -> Non
     assert estimate(make_plan(model, chain.model.cluster, training, shape, stages), model).fits
 
 
+@pytest.mark.slow
 def test_what_time_ended_on_is_not_the_bound_of_a_shape_of_one_stage() -> None:
     """Options found in no time are no best ones, so that the shape's own bound stays in the proof."""
     draw = random.Random(0)

@@ -392,6 +392,7 @@ def test_long_steps_of_equal_interleaved_stages_are_as_if_all_were_simulated() -
     assert_long_steps_are_exact("interleaved", equal=True, multiple=True)
 
 
+@pytest.mark.slow
 def test_long_steps_of_unequal_interleaved_stages_are_as_if_all_were_simulated() -> None:
     assert_long_steps_are_exact("interleaved", equal=False, multiple=True)
 

@@ -280,6 +280,7 @@ def test_the_report_of_a_run_tells_of_a_slow_host_as_replan_does_and_the_way_out
         assert "`plan replan --checkpoint DIR --run run.jsonl`, DIR being the run's folder, searches for both" in words
 
 
+@pytest.mark.slow
 def test_a_run_that_was_resumed_says_after_how_many_steps_a_plan_around_the_slow_host_pays(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run.jsonl", PIPELINE, computed(PIPELINE, {2: THIRD, 3: THIRD}))
     restart = RunRestart(steps=0, num_ranks=4, start_s=31.0, load_s=12.5, loaded_bytes=10**9)

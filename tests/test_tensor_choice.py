@@ -193,6 +193,7 @@ def test_heads_limit_the_degree_where_a_smaller_one_divides_all() -> None:
     assert why == "tensor=16 does not divide 8 key-value heads (attention of LlamaDecoderLayer)"
 
 
+@pytest.mark.slow
 def test_tied_weights_are_one_choice() -> None:
     profile = small_profile("large vocabulary")
     cuts = [(c, i) for c, layer_class in enumerate(profile.classes) for i in range(len(layer_class.cuts))]

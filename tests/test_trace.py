@@ -111,6 +111,7 @@ def test_masks_and_rotary_tables_do_not_cross() -> None:
     assert len(zoo_profile("llama3_8b").tensors) == 33
 
 
+@pytest.mark.slow
 def test_unet_skips_cross_many_cuts() -> None:
     profile = zoo_profile("unet.py")
     skips = [t for t in profile.tensors if t.last_used_by > t.made_by + 1]

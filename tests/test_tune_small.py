@@ -301,6 +301,7 @@ def test_plans_that_are_cut_down_to_one_job_share_its_laps(on_two: tuple[Tuned, 
     assert {line.of for line in lines} == set(record.entrants())
 
 
+@pytest.mark.slow
 def test_a_rank_of_each_stage_alone_fits_compute_and_leaves_communication_predicted(
     tmp_path: Path, chosen: SearchResult
 ) -> None:

@@ -168,7 +168,7 @@ def test_no_plan_on_unequal_devices_is_faster_than_the_bounds_that_know_memory(s
                 assert max(least[i], *own) <= simulated_s(prices, found) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", slow.but_first(range(0, 200, 16), 4))
+@pytest.mark.parametrize("seed", slow.but_these(range(0, 200, 16), (16, 32, 48)))
 def test_a_plan_for_unequal_devices_passes_the_independent_check(seed: int) -> None:
     model, on, training = random_instance(2000 + seed)
     try:

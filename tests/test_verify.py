@@ -224,6 +224,7 @@ def test_parts_of_layers_are_recomputed_in_the_small_model_too() -> None:
     assert report.ok, report.lines
 
 
+@pytest.mark.slow
 def test_parts_that_small_layers_do_not_have_are_named() -> None:
     plan = with_recompute(gpt_plan(data_shard=2), "parts:attention+router", "parts:bank")
 

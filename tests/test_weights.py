@@ -142,6 +142,7 @@ class Adapted(TiedNet):
         return super().forward(tokens) + nn.functional.linear(self.adapter(self.tokens(tokens)), self.head.weight)
 
 
+@pytest.mark.slow
 def test_new_parameters_keep_their_initial_values(tmp_path: Path) -> None:
     plan = plan_of(trace(load_model(Adapted, batch=batch_of, loss=loss)), shard=2)
     expected = trained()
