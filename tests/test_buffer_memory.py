@@ -58,6 +58,7 @@ def test_buffers_are_held_whole(pins: dict[str, Any]) -> None:
     assert peak_of(LARGE, **pins) - peak_of(64, **pins) == pytest.approx(LARGE, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_what_is_held_elsewhere_counts_as_much() -> None:
     profile = trace(holding(LARGE, registered=False))
 

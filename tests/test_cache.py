@@ -17,6 +17,7 @@ from meshwright.profiler.model import cache as cache_module
 from meshwright.profiler.model import trace as trace_module
 from meshwright.profiler.model.cache import ProfileCache, default_folder
 from meshwright.profiler.model.load import load_model
+from support import slow
 from support.cli import run_plan, small_profile
 from support.interpreter import modules_after
 
@@ -351,7 +352,7 @@ def test_the_terminal_says_that_a_profile_was_kept(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("words", [["model.py", "--gpus", "2"], ["profile", "model.py"]])
+@pytest.mark.parametrize("words", slow.but_first([["model.py", "--gpus", "2"], ["profile", "model.py"]], 1))
 def test_no_cache_profiles_anew_and_keeps_nothing(
     words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

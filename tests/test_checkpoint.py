@@ -114,6 +114,7 @@ def test_every_plan_saves_the_same_whole_tensors(saved: dict[str, Path]) -> None
     assert contents["one"]["optimizer.blocks.0.attention.qkv.weight.exp_avg"] == (3 * WIDTH, WIDTH)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_stock_torch_reads_what_is_saved(saved: dict[str, Path], profile: ModelProfile) -> None:
     parameters = {name: torch.zeros_like(p) for name, p in TiedNet().state_dict().items() if name != "head.weight"}

@@ -504,6 +504,7 @@ def test_a_set_up_that_cannot_be_compared_says_why(
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_measured_times_stand_beside(
     tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -688,6 +689,7 @@ def test_every_command_speaks_json(saved: str, capsys: pytest.CaptureFixture[str
         assert "--json" in flags, name
 
 
+@pytest.mark.slow
 def test_a_bad_point_does_not_end_a_sweep(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sweep", saved, "--gpus-per-node", "4", "--device", "h100-80gb", "--seq-len", "64,128"]
     assert run_plan(*words, "--gpus", "4,6,8", "--json") == 0

@@ -105,6 +105,7 @@ def test_an_exchange_of_more_bytes_never_takes_less_time(links: GroupLinks, size
     assert collective_s("all_to_all", size, links) <= collective_s("all_to_all", size * factor, links)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(st.integers(2, 8), sizes)
 def test_each_rank_of_a_host_sends_all_but_its_own_part(ranks: int, size: float) -> None:

@@ -714,6 +714,7 @@ class WarmingUp:
         return functional.mse_loss(output, batch[1]) * min(1.0, self.calls / 100)
 
 
+@pytest.mark.slow
 def test_a_loss_that_counts_its_calls_couples_no_samples_and_counts_on_each_rank() -> None:
     loaded = habit(lambda: nn.Sequential(_linear(), nn.Tanh(), _linear()), loss=WarmingUp())
 

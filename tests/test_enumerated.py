@@ -32,14 +32,17 @@ def first_layers(plan: Plan) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "seed"),
+    ("schedule", "seed", "share"),
     slow.but_first(
-        [("interleaved", 3), ("1f1b", 0), ("zb-v", 0), *(("interleaved", seed) for seed in range(3))]
-        + [(each, seed) for each in ("gpipe", "zb-h1", "zb-h2") for seed in range(2)],
+        [
+            *(("interleaved", 3, 0.9), ("1f1b", 0, 0.9), ("zb-v", 0, 0.9)),
+            *(("interleaved", 0, 0.75), ("interleaved", 1, 0.75), ("interleaved", 2, 0.9), ("interleaved", 3, 1.1)),
+            *(("1f1b", 0, 0.75), ("1f1b", 0, 1.1), ("gpipe", 0, 0.9), ("gpipe", 1, 0.75), ("zb-v", 0, 0.75)),
+            *(("zb-v", 0, 1.1), ("zb-h1", 0, 0.9), ("zb-h1", 1, 1.1), ("zb-h2", 0, 0.75), ("zb-h2", 1, 0.9)),
+        ],
         3,
     ),
 )
-@pytest.mark.parametrize("share", slow.but_first([0.9, 0.75, 1.1], 1))
 def test_the_best_options_of_given_cuts_are_those_of_all_plans(schedule: Schedule, seed: int, share: float) -> None:
     ample = chunked_instance(seed, schedule, 1e12, num_layers=SHORT)
     priced = [estimate(plan, ample.profile) for plan in every_plan(ample)]

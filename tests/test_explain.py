@@ -602,7 +602,7 @@ def test_a_layout_of_other_gpus_is_illegal_and_the_next_is_answered(
     assert last["step_time_s"] > 0
 
 
-@pytest.mark.parametrize("suffix", ["html", "png", "json"])
+@pytest.mark.parametrize("suffix", slow.but_first(["html", "png", "json"], 1))
 def test_a_sweep_writes_what_its_file_is_called(model: Path, tmp_path: Path, suffix: str) -> None:
     if suffix == "png":
         pytest.importorskip("matplotlib")
@@ -619,6 +619,7 @@ def test_a_sweep_writes_what_its_file_is_called(model: Path, tmp_path: Path, suf
         assert content.startswith(b"\x89PNG" if suffix == "png" else b"<!doctype html>")
 
 
+@pytest.mark.slow
 def test_a_batch_that_grows_with_the_gpus_is_said_to_change_convergence(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -778,6 +779,7 @@ def test_a_part_that_a_cluster_file_does_not_have_is_refused(
     assert sentence in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_a_scaled_batch_grows_with_the_gpus(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_plan("sweep", str(model), "--gpus", "2,4", "-b", "16", "--scale-batch", "--json") == 0
 

@@ -66,7 +66,7 @@ def steps_of(table: Table, runs: list[Layers], room: float, wait_s: float) -> li
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.schedule)
-@pytest.mark.parametrize("room", [12.0, 1e9])
+@pytest.mark.parametrize("room", slow.but_first([12.0, 1e9], 1))
 def test_no_step_is_shorter_than_the_program_and_whole_layers_come_nearer(table: Table, room: float) -> None:
     draw = random.Random(table.schedule + str(room))
     for _ in range(4):
@@ -140,7 +140,7 @@ def many_of(runs: list[Layers], table: Table) -> tuple[list[ManyLayers], np.ndar
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.schedule)
-@pytest.mark.parametrize("room", [7.0, 12.0, 1e9])
+@pytest.mark.parametrize("room", slow.but_first([7.0, 12.0, 1e9], 1))
 def test_no_step_is_shorter_than_whole_layers_on_ranks_allow(table: Table, room: float) -> None:
     draw, tight = random.Random(table.schedule + str(room)), []
     for _ in range(12):

@@ -249,6 +249,7 @@ def test_state_that_no_layout_has_room_for_is_said_first(monkeypatch: pytest.Mon
     assert said in str(caught.value)
 
 
+@pytest.mark.slow
 def test_layouts_that_are_not_decided_are_not_said_not_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     model, on = units(3, 3, 1, 1), cluster(1, 2, device(memory=0.8e9))
     whole = Explorer.explore

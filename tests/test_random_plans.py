@@ -28,7 +28,7 @@ BF16_TOLERANCE = 0.05
 STATEFUL = ("spectral norm",)
 """Each forward changes what the next one computes, so data ranks that share a batch cannot agree with one process."""
 
-SEEDS = (*range(18), 37)  # the last: T5 in bf16, a zero-bubble schedule and one micro-batch, whose dtypes were mixed
+SEEDS = (*range(10), 37)  # the last: T5 in bf16, a zero-bubble schedule and one micro-batch, whose dtypes were mixed
 SWEEP = [seed for seed in range(210) if seed not in SEEDS]
 
 

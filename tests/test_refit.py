@@ -55,6 +55,7 @@ def test_constants_that_made_the_steps_are_found() -> None:
     assert found.factors["matmul"] == pytest.approx(0.7, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_fit_to_half_of_the_runs_predicts_the_other_half() -> None:
     truth = turned(PRESET, TRUTH)
     everything = runs(truth, noise=0.02)

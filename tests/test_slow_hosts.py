@@ -217,6 +217,7 @@ def replan(folder: Path, *more: str) -> int:
     return run_plan(*words, "--model", str(save_profile(folder)), "-o", str(folder / "new.json"), *more)
 
 
+@pytest.mark.slow
 def test_a_pipeline_moves_layers_away_from_a_slow_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     busy = some_plan(pipeline=2, replicate=2, per_host=2, micro_batches=24)  # layers that no host keeps waiting
     checkpoint_of(tmp_path, busy)

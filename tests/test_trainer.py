@@ -178,7 +178,9 @@ def _step(
 
 
 @pytest.mark.parametrize(
-    "degrees", [{"replicate": 2}, {"shard": 2}, {"stages": (2, 2)}, {"tensor": 2}], ids=["ddp", "fsdp", "pp", "tp"]
+    "degrees",
+    slow.but_first([{"shard": 2}, {"stages": (2, 2)}, {"replicate": 2}, {"tensor": 2}], 2),
+    ids=["fsdp", "pp", "ddp", "tp"],
 )
 def test_weight_makes_the_mean_one_over_all_tokens(make: Callable[..., Plan], degrees: dict[str, Any]) -> None:
     x, targets = batch_of(GLOBAL_BATCH)
@@ -191,6 +193,7 @@ def test_weight_makes_the_mean_one_over_all_tokens(make: Callable[..., Plan], de
     assert_same(found, expected)
 
 
+@pytest.mark.slow
 def test_units_may_be_written_into(make: Callable[..., Plan]) -> None:
     batch = batch_of(GLOBAL_BATCH)
     expected_loss, expected = plain(batch)

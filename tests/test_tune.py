@@ -260,6 +260,7 @@ def test_what_was_measured_outlives_ctrl_c_and_is_gone_on_with(tmp_path: Path, c
     assert [lap.at_s for lap in laps] == sorted(lap.at_s for lap in laps)
 
 
+@pytest.mark.slow
 def test_candidates_that_fall_end_alone_with_their_cause(tmp_path: Path, chosen: SearchResult) -> None:
     falls = {"TP": Fallen("hang", "rank 1 of 2 hangs"), "FSDP": Fallen("memory", "OutOfMemoryError: no")}
 

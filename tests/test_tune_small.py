@@ -238,6 +238,7 @@ def test_two_hosts_tell_the_best_plan_of_eight(on_two: tuple[Tuned, Record, Smal
     assert {one.plan.degrees.num_devices for each in found.standings for one in each.stand_ins} == {2}
 
 
+@pytest.mark.slow
 def test_terms_that_were_not_seen_are_said_everywhere(on_two: tuple[Tuned, Record, SmallTrack]) -> None:
     found, record, _ = on_two
 

@@ -136,7 +136,7 @@ def test_a_pinned_zero_bubble_pipeline_is_the_best_of_all_cuts_and_orders_of_kin
         assert outcome.best.seconds == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", slow.but_these(range(40), {*range(6), 33}))  # 33 alone sees stages in a wrong order
+@pytest.mark.parametrize("seed", slow.but_these(range(40), {*range(3), 33}))  # 33 alone sees stages in a wrong order
 def test_master_ilp_scan_and_search_agree_on_unequal_devices(seed: int) -> None:
     model, on, training = random_instance(1000 + seed)
     explorer, space = Explorer(model, on, training), Space(model, on, training, Pins())
