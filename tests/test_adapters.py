@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.execution.adapters import LoraLinear, with_adapters
-from meshwright.executor.measuring.verify import Training, VerifyReport, beside_one_process
+from meshwright.executor.measuring.one_process import Training
+from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec

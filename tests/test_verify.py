@@ -16,18 +16,10 @@ from torch.nn import functional
 
 from meshwright.executor.measuring import verify
 from meshwright.executor.measuring.local_ranks import RankError, run_local_ranks
+from meshwright.executor.measuring.one_process import RunResult, no_dropout
 from meshwright.executor.measuring.shrink import shrunken_config
-from meshwright.executor.measuring.verify import (
-    TOLERANCE,
-    Difference,
-    VerifyReport,
-    compared,
-    no_dropout,
-    shrunken_degrees,
-    small_model,
-    small_plan,
-    small_stages,
-)
+from meshwright.executor.measuring.small_plan import shrunken_degrees, small_model, small_plan, small_stages
+from meshwright.executor.measuring.verify import TOLERANCE, Difference, VerifyReport, compared
 from meshwright.executor.parallel import gradients
 from meshwright.executor.parallel.stage_module import StageModule
 from meshwright.planner.plan.document import Degrees, LayerPlan, Plan, Recompute, Stage
@@ -348,7 +340,7 @@ def test_a_large_model_without_a_small_version_is_refused(tmp_path: Path) -> Non
 
 def run(loss: float = 1.0, gradient: float = 1.0, tiny: float = 1e-9, parameter: float = 2.0) -> Any:
     """What a run of one step computed."""
-    return verify._RunResult(
+    return RunResult(
         [loss], [gradient], {"a": torch.tensor([gradient, 0.0]), "zero": torch.tensor([tiny])},
         {"a": torch.tensor([parameter]), "zero": torch.tensor([0.0])}, 1.0,
     )  # fmt: skip

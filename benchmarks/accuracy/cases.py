@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from meshwright.executor.measuring.verify import small_model
+from meshwright.executor.measuring.small_plan import small_model
 from meshwright.planner.plan.document import Degrees, ModelReference, Plan
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.executor.measuring.local_ranks import run_local_ranks
-from meshwright.executor.measuring.verify import VerifyReport, compared, one_process
+from meshwright.executor.measuring.one_process import one_process
+from meshwright.executor.measuring.verify import VerifyReport, compared
 from meshwright.planner.plan.document import Plan
 from meshwright.profiler.model.loaded import Batch, LoadedModel
 

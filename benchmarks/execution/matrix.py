@@ -27,14 +27,8 @@ import torch
 from torch import nn
 from torch.optim import _muon
 
-from meshwright.executor.measuring.verify import (
-    TOLERANCE,
-    NamedOptimizers,
-    Training,
-    VerifyReport,
-    adamw,
-    beside_one_process,
-)
+from meshwright.executor.measuring.one_process import NamedOptimizers, Training, adamw
+from meshwright.executor.measuring.verify import TOLERANCE, VerifyReport, beside_one_process
 from meshwright.executor.parallel import delayed_weights
 
 from .drawn import GLOBAL_BATCH, Drawn, Kind, draw, global_batches, names

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.accuracy.cases import profile_of
-from meshwright.executor.measuring.verify import Training, VerifyReport, beside_one_process
+from meshwright.executor.measuring.one_process import Training
+from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.planner.plan.document import Plan
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel

@@ -1,0 +1,352 @@
+"""What one process computes, which plans are compared with: the same training without parallelism."""
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from ...planner.plan.document import Degrees, Plan
+from ...profiler.model.building import in_training, on_meta
+from ...profiler.model.coupling import as_float, with_own_loss
+from ...profiler.model.loaded import Batch, LoadedModel, split_inputs
+from ...profiler.semantics.draws import SameDraws, dice_apart, seed_dice
+from ..parallel.mesh import RankMesh
+from ..parallel.micro_batches import loss_of, num_microbatches, num_samples, split_micro_batches
+from ..parallel.random_numbers import KEEPS_ALL, RandomNumbers, of_micro_batch
+from ..parallel.synced_norms import normalise_here, normalised, synced_norms
+
+LEARNING_RATE = 1e-3
+
+SEED = 0
+"""Where weights and random numbers begin, in one process and under the plan."""
+
+_MOST_REPLICATED = 100_000_000
+"""Parameters of all replicas in the reference: 0.4 GB, and as much again for gradients."""
+
+_EPS = 1.0
+"""AdamW's eps as a share of the RMS gradient: the usual 1e-8 would turn rounding into whole steps."""
+
+
+NamedOptimizers = Callable[[list[tuple[str, nn.Parameter]]], list[torch.optim.Optimizer]]
+"""Makes optimizers of all parameters by name."""
+
+
+def adamw(eps: float) -> NamedOptimizers:
+    """Makes an AdamW of all parameters."""
+    return lambda named: [torch.optim.AdamW([p for _, p in named], lr=LEARNING_RATE, eps=eps)]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How both runs train. compile: as parallelize takes it. optimizers: of AdamW's eps. dropout: whether dropout is
+    on, in both runs with the masks that the executor draws by sample."""
+
+    compile: bool | str = False
+    optimizers: Callable[[float], NamedOptimizers] = adamw
+    dropout: bool = False
+
+
+USUAL = Training()
+"""As `plan verify` trains."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run computed. gradients: of the first step; parameters: after the last; evaluated: mean loss of the last
+    batch then."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    eps: float
+    drew: bool = False
+    """Whether the model has drawn random numbers."""
+    evaluated: float | None = None
+
+
+def built(loaded: LoadedModel) -> nn.Module:
+    return on_meta(loaded.build)
+
+
+def global_batches(loaded: LoadedModel, plan: Plan, steps: int, problem: str) -> list[Any]:
+    """Global batches, in single precision what is in half. problem: why they cannot be cut, if so."""
+    share = plan.micro_batch * plan.num_microbatches
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        if problem:
+            ranks = range(plan.degrees.data)
+            return [SharesApart(tree_map(as_float, loaded.batch(share)) for _ in ranks) for _ in range(steps)]
+        return [tree_map(as_float, loaded.batch(plan.training.global_batch)) for _ in range(steps)]
+
+
+def one_process(
+    loaded: LoadedModel,
+    plan: Plan,
+    batches: Sequence[Batch],
+    training: Training = USUAL,
+) -> RunResult:
+    """What training in one process gives on these batches, with none of our machinery but the masks of dropout and
+    where Python's and numpy's random numbers begin.
+
+    A batch goes through in the plan's micro-batches, one after the other. What a forward leaves behind (running
+    averages, counters) is each data rank's own under the plan, so each has a replica of the module here, too.
+    """
+    torch.manual_seed(SEED)
+    parameters = plan.degrees.data * plan.model.num_parameters
+    count = plan.degrees.data if parameters <= _MOST_REPLICATED else 1
+    replicas = [in_training(_seeded(loaded)) for _ in range(count)]
+    model = replicas[0]
+    alone = [with_own_loss(loaded) for _ in replicas]
+    together = Together(replicas) if synced_norms(model) and count > 1 else None
+    losses: list[float] = []
+    norms: list[float] = []
+    gradients: dict[str, torch.Tensor] = {}
+    eps = 1e-8
+    optimizers: list[torch.optim.Optimizer] = []
+    draws = SameDraws()
+    masks = _masks_of_one_process(plan, replicas) if training.dropout else None
+    last = copied(batches[-1])  # for the evaluation: models may write into what they are given
+
+    def begins(step: int, place: int) -> None:
+        seed_dice(of_micro_batch(SEED, (step, 0), place * plan.micro_batch))
+
+    off = nullcontext() if training.dropout else no_dropout()
+    with off, nullcontext() if training.dropout else draws, dice_apart():
+        for step, batch in enumerate(batches, start=1):
+            shares = [micro_batches_of(share, plan) for share in shares_of(batch, plan)]
+            with nullcontext() if masks is None else masks.step(step):
+                losses.append(_accumulate(replicas, alone, shares, together, masks, partial(begins, step)))
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            each = [torch.linalg.vector_norm(as_real(grad), dtype=torch.float64) for grad in grads]
+            norms.append(float(torch.stack(each).norm()))
+            if not optimizers:
+                named = model.named_parameters(remove_duplicate=False)
+                gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
+                eps = max(eps, _EPS * norms[0] / sum(g.numel() for g in grads) ** 0.5)
+                optimizers = training.optimizers(eps)(list(model.named_parameters()))
+            for optimizer in optimizers:
+                optimizer.step()
+            _hand_on(replicas)
+        found = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+        drew = draws.drew or (together is not None and together.drew)
+        shares = [micro_batches_of(share, plan) for share in shares_of(last, plan)]
+        return RunResult(
+            losses, norms, gradients, found, eps, drew, _evaluated(replicas, alone, shares, partial(begins, 0))
+        )
+
+
+def _masks_of_one_process(plan: Plan, replicas: Sequence[nn.Module]) -> RandomNumbers:
+    """Random numbers of a process that takes all micro-batches of the plan, one after the other."""
+    alone = plan.model_copy(
+        update={"degrees": Degrees(), "num_microbatches": plan.num_microbatches * plan.degrees.data}
+    )
+    masks = RandomNumbers(replicas[0], alone, RankMesh(alone, 0, torch.device("cpu"), None), SEED)
+    for replica in replicas:
+        masks.watch(replica, ())
+    return masks
+
+
+@torch.no_grad()
+def _evaluated(
+    replicas: Sequence[nn.Module],
+    alone: Sequence[LoadedModel],
+    shares: Sequence[Sequence[Any]],
+    begins: Callable[[int], None],
+) -> float | None:
+    """Mean loss of a batch in evaluation mode, None where the forward asks for gradients, of which there are none then.
+    shares: [data rank] -> micro-batches. begins: is told that so manieth one does."""
+    total, count = 0.0, 0.0
+    for i, share in enumerate(shares):
+        model, loaded = replicas[i % len(replicas)].eval(), alone[i % len(replicas)]
+        for place, part in enumerate(share, start=i * len(share)):
+            begins(place)
+            weight = 1.0 if loaded.weight is None else float(loaded.weight(part))
+            try:
+                loss = float(_loss(model, loaded, part))
+            except RuntimeError as error:
+                if not re.search(r"requires?[ _]grad", str(error)):
+                    raise
+                return None
+            total, count = total + weight * loss, count + weight
+    return total / count
+
+
+def unsplit(loaded: LoadedModel, plan: Plan, batch: Batch) -> RunResult:
+    """The first step's loss and gradients of a global batch that goes through one process as it is, in one forward."""
+    model = in_training(_seeded(loaded))
+    with no_dropout(), SameDraws():
+        loss = _accumulate([model], [with_own_loss(loaded)], [[batch]])
+    named = model.named_parameters(remove_duplicate=False)
+    gradients = {n: p.grad for n, p in named if p.grad is not None}
+    return RunResult([loss], [], gradients, {}, 0.0)
+
+
+def _seeded(loaded: LoadedModel) -> nn.Module:
+    torch.manual_seed(SEED)
+    return loaded.build()
+
+
+class Together:
+    """Replicas in threads of one process, whose synchronised norms look at the samples of all of them."""
+
+    def __init__(self, replicas: Sequence[nn.Module]) -> None:
+        self.drew = False
+        self._count = len(replicas)
+        self._barrier = threading.Barrier(self._count)
+        self._shared: list[torch.Tensor | None] = [None] * self._count
+        for rank, replica in enumerate(replicas):
+            for norm in synced_norms(replica):
+                reduce = partial(self._reduce, rank)
+                normalise_here(norm).forward = partial(normalised, norm, reduce, self._count)
+
+    def _reduce(self, rank: int, value: torch.Tensor) -> torch.Tensor:
+        self._shared[rank] = value
+        self._barrier.wait()
+        found = torch.stack([x for x in self._shared if x is not None]).sum(0)
+        self._barrier.wait()
+        return found
+
+    def sum_of(self, runs: Sequence[Callable[[], torch.Tensor]]) -> torch.Tensor:
+        """The sum of what the replicas' runs give, all at once."""
+
+        def alone(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+            try:
+                with SameDraws() as draws:  # modes are a thread's own
+                    loss = run()
+                self.drew |= draws.drew
+                return loss
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(self._count) as pool:
+            found = [future.result() for future in [pool.submit(alone, run) for run in runs]]
+        return torch.stack(found).sum()
+
+
+class SharesApart(tuple[Batch, ...]):
+    """The shares of data ranks, where a batch cannot be cut into them."""
+
+
+def shares_of(batch: "Batch | SharesApart", plan: Plan) -> list[Any]:
+    """[data rank] -> its share of a global batch, which may be smaller than the plan's."""
+    if isinstance(batch, SharesApart):
+        return list(batch)
+    samples = num_samples(batch, plan.training.global_batch, plan.model.batch)
+    return split_micro_batches(batch, plan.degrees.data, samples, plan.model.batch)
+
+
+def micro_batches_of(share: Any, plan: Plan) -> list[Any]:
+    samples = num_samples(share, plan.micro_batch * plan.num_microbatches, plan.model.batch)
+    return split_micro_batches(share, num_microbatches(plan, samples), samples, plan.model.batch)
+
+
+def _accumulate(
+    replicas: Sequence[nn.Module],
+    alone: Sequence[LoadedModel],
+    shares: Sequence[Sequence[Any]],
+    together: "Together | None" = None,
+    masks: RandomNumbers | None = None,
+    begins: Callable[[int], None] = lambda place: None,
+) -> float:
+    """Loss of a step; gradients are left on the first replica's parameters. shares: [data rank] -> micro-batches.
+    alone: the model with each replica's own loss. together: runs those of all data ranks at once, where a norm looks
+    at all of them. masks: draws dropout's. begins:
+    is told that so manieth micro-batch does, unless they run together."""
+    parts = [(i % len(replicas), part) for i, share in enumerate(shares) for part in share]
+    weight_of = alone[0].weight
+    weights = [1.0 if weight_of is None else float(weight_of(part)) for _, part in parts]
+    total = 0.0
+    for replica in replicas:
+        replica.zero_grad()
+
+    def scaled(number: int, part: Any, weight: float) -> torch.Tensor:
+        return _loss(replicas[number], alone[number], part) * (weight / sum(weights))
+
+    runs = [partial(scaled, *part, weight) for part, weight in zip(parts, weights, strict=True)]
+    if together is None:
+        for place, run in enumerate(runs):
+            if masks is not None:
+                masks.micro_batch(place)
+            begins(place)
+            loss = run()
+            loss.backward()
+            total += float(loss.detach())
+    else:
+        for i in range(len(shares[0])):
+            loss = together.sum_of(runs[i :: len(shares[0])])
+            loss.backward()
+            total += float(loss.detach())
+    for replica in replicas[1:]:
+        for own, parameter in zip(replicas[0].parameters(), replica.parameters(), strict=True):
+            if parameter.grad is not None:
+                own.grad = parameter.grad if own.grad is None else own.grad + parameter.grad
+    return total
+
+
+def _loss(model: nn.Module, loaded: LoadedModel, part: Any) -> torch.Tensor:
+    args, kwargs = split_inputs(model, part, loaded.loss is not None)
+    output = model(*args, **kwargs)
+    return loss_of(output) if loaded.loss is None else loaded.loss(output, part)
+
+
+@torch.no_grad()
+def _hand_on(replicas: Sequence[nn.Module]) -> None:
+    """Give the first replica's parameters to the others."""
+    for replica in replicas[1:]:
+        for own, parameter in zip(replicas[0].parameters(), replica.parameters(), strict=True):
+            parameter.copy_(own)
+
+
+@contextmanager
+def no_dropout() -> Iterator[None]:
+    """Every dropout keeps everything: two runs that draw differently cannot be compared."""
+    names = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
+    originals = {name: getattr(functional, name) for name in (*names, "scaled_dot_product_attention")}
+
+    def keep_all(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)  # tensors between layers are known by the name of the function that made them
+        def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+            return original(input, 0.0, training, inplace)
+
+        setattr(dropout, KEEPS_ALL, True)
+        return dropout
+
+    @wraps(originals["scaled_dot_product_attention"])
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("dropout_p", None)
+        args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        return originals["scaled_dot_product_attention"](*args, **kwargs)
+
+    for name in names:
+        setattr(functional, name, keep_all(originals[name]))
+    functional.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(functional, name, original)
+
+
+def copied(batch: Any) -> Any:
+    def cloned(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+    if isinstance(batch, SharesApart):
+        return SharesApart(tree_map(cloned, share) for share in batch)
+    return tree_map(cloned, batch)
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, a complex one with its real and imaginary parts side by side."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
