@@ -102,8 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with _written_out():
             name, words = route(words)
-            if not name:
-                _check_first_word(words)
+            if not name or name in _OF_A_MODEL:
+                _check_model(name, words)
             _check_dashes(SUBCOMMANDS[name or "plan"], words)
             SUBCOMMANDS[name or "plan"](args=words, prog_name=f"{called} {name}".strip())
     except ValueError as error:
@@ -158,14 +158,18 @@ def _of_a_file(error: OSError) -> str:
     return f"{shown}: {error.strerror}; give another file"
 
 
-def _check_first_word(words: Sequence[str]) -> None:
-    """Raises ValueError where the first word of a command line without a subcommand names no file, with what may have
-    been meant: a subcommand, or a file that is there."""
+_OF_A_MODEL = ("compare", "explain", "profile", "sweep", "tune")
+"""Subcommands whose first operand is a model, or a plan; planning itself is another."""
+
+
+def _check_model(name: str, words: Sequence[str]) -> None:
+    """Raises ValueError where the first operand names no file, with what may have been meant: a file that is there, or,
+    without a subcommand, one of these. name: the subcommand."""
     positions = _positional(words)
     if not positions or "--help" in words:
         return
     word = words[positions[0]]
-    near = difflib.get_close_matches(word, SUBCOMMANDS, n=1)
+    near = [] if name or Path(word).suffix else difflib.get_close_matches(word, SUBCOMMANDS, n=1)
     if near and not Path(word).exists():
         raise ValueError(f"no such command or file: {word}; did you mean plan {near[0]}? `plan --help` lists them")
     inputs.check_source(word, inputs.MODEL_RULE)

@@ -1,15 +1,28 @@
 """Values at file boundaries, frozen and strict; and documents, written whole or not at all, read of one version."""
 
+import difflib
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+def meant_by(path: Path, suffixes: Collection[str]) -> Path | None:
+    """The file beside one that is not there whose name is nearest, of files that end so and folders ("" for these);
+    None if none is near."""
+    folder = path.parent if path.parent.is_dir() else Path()
+    try:
+        names = [each.name for each in folder.iterdir() if ("" if each.is_dir() else each.suffix) in suffixes]
+    except OSError:
+        return None
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return folder / near[0] if near else None
 
 
 class Frozen(BaseModel):
@@ -38,7 +51,9 @@ class Document(Frozen):
         try:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise ValueError(f"no such {cls.noun()}: {path}. Make one with: {cls._command(path)}") from None
+            meant = meant_by(path, (".json",))
+            way_out = f"; did you mean {meant}?" if meant else f". Make one with: {cls._command(path)}"
+            raise ValueError(f"no such {cls.noun()}: {path}{way_out}") from None
         except UnicodeDecodeError as error:
             raise ValueError(cls._not_json(path, error)) from None
         except OSError as error:

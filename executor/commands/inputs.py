@@ -1,6 +1,5 @@
 """What the flags and files of commands mean: the machine, the model's profile, the job, a saved plan."""
 
-import difflib
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING
 from ...planner.cost.software import load_software
 from ...planner.plan.document import Plan, load_plan
 from ...planner.plan.training import REFERENCE, SAMPLES_PER_GPU, TrainingSpec
-from ...profiler.document import check_ends
+from ...profiler.document import check_ends, meant_by
 from ...profiler.garbage import without_garbage_collection
 from ...profiler.machine.cluster import ClusterSpec, cluster_of, load_cluster, load_device
 from ...profiler.machine.instances import instance
@@ -175,10 +174,8 @@ def check_source(source: str, rule: str) -> Path:
     if path.exists():
         check_ends(path)
         return path
-    folder = path.parent if path.parent.is_dir() else Path()
-    names = [p.name for p in folder.iterdir() if p.suffix in (".py", ".json") or p.is_dir()]
-    near = difflib.get_close_matches(path.name, names, n=1)
-    hint = f"did you mean {folder / near[0]}?" if near else rule
+    meant = meant_by(path, (".py", ".json", ""))
+    hint = rule if meant is None else f"did you mean {meant}?"
     if is_hub_name(source):
         hint = not_in_cache(source)
     raise ValueError(f"no such file: {path}; {hint}")
