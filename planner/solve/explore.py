@@ -75,6 +75,11 @@ PATIENCE = 1 / 6
 """Share of the time in which a search goes on without a better plan, or a proof that gets on, and then looks for better
 cuts of those it has."""
 
+PROOF = 1 / 20
+"""Share of the time that a proof has at least, however long before it the best plan was found. Tried on a busy machine,
+on which DeepSeek-V3 on 2,048 GPUs had its plan more than PATIENCE before the search for better ones ended: a gap of 6.5%
+without, 4.4% with."""
+
 SOME = 3
 """Shapes of a family that tell what the others are likely to take. Tried with RWKV-7B on 64 GPUs: 4,143 shapes were
 solved without being told, 510 with one, 673 with three; with one, a random chain got a plan that was 0.3% slower."""
@@ -333,6 +338,7 @@ class _Search:
         self._slower: defaultdict[Family, list[float]] = defaultdict(list)
         self._best, self._extra = cutoff_s, 0
         self._patience_s = PATIENCE * (deadline_s - time.monotonic())
+        self._proof_s = PROOF * (deadline_s - time.monotonic())
         self._patient_until_s = deadline_s
         self._out = Outcome()
         self._told_s, self._shown = 0.0, 0.0
@@ -484,6 +490,7 @@ class _Search:
         """Raise the least bound of what is left until it is no wide gap below what was found, then until the gap is as
         narrow as it gets in little time; then look for more cuts of shapes whose bounds leave a gap. Ends early when no
         better plan was found for long; what is left then bounds the space."""
+        self._patient_until_s = max(self._patient_until_s, time.monotonic() + self._proof_s)
         rest, self._rest = [*self._rest, *(node for _, _, node in self._heap)], []
         self._heap = [(node.bound, next(self._order), node) for node in rest]
         heapq.heapify(self._heap)
