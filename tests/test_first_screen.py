@@ -164,7 +164,7 @@ def test_models_that_people_train_take_one_screen(
     mixed = str(benchmarks / "planning_time" / "mixed_cluster.toml")
     words = [mixed if word == "mixed" else word for word in words]
 
-    code = run_plan(str(benchmarks / "models" / words[0]), *words[1:], "--time-limit", "20")
+    code = run_plan(str(benchmarks / "models" / words[0]), *words[1:], "--time-limit", "40")
 
     told = capsys.readouterr()
     assert code == (3 if words == ["llama3_70b", "--gpus", "8"] else 0)

@@ -123,7 +123,7 @@ class LeastWork:
     def _kinds(self) -> list[Kind]:
         return [self.model.kinds[run.start] for run in self.chain.runs]
 
-    @memo_by(lambda _, shape: (shape.tensor, shape.sequence, shape.cuts, shape.expert))
+    @memo_by(lambda _, shape: (shape.tensor, shape.sequence, shape.cuts, shape.expert, shape.sharded_over))
     def _stored(self, shape: Shape) -> Floats:
         """[run] -> (all, trainable) elements of a layer."""
         return np.array(of_each(self._kinds, lambda kind: self.model.stored_elements(kind, shape)))
