@@ -77,8 +77,8 @@ cuts of those it has."""
 
 PROOF = 1 / 20
 """Share of the time that a proof has at least, however long before it the best plan was found. Tried on a busy machine,
-on which DeepSeek-V3 on 2,048 GPUs had its plan more than PATIENCE before the search for better ones ended: a gap of 6.5%
-without, 4.4% with."""
+on which DeepSeek-V3 on 2,048 GPUs had its plan more than PATIENCE before the search for better ones ended: a gap of
+6.5% without, 4.4% with."""
 
 SOME = 3
 """Shapes of a family that tell what the others are likely to take. Tried with RWKV-7B on 64 GPUs: 4,143 shapes were
