@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from ...planner.plan.document import Degrees, Plan
-from ...profiler.model.building import in_training, on_meta
+from ...profiler.model.building import in_training
 from ...profiler.model.coupling import as_float, with_own_loss
 from ...profiler.model.loaded import Batch, LoadedModel, split_inputs
 from ...profiler.semantics.draws import SameDraws, dice_apart, seed_dice
@@ -74,10 +74,6 @@ class RunResult:
     evaluated: float | None = None
 
 
-def built(loaded: LoadedModel) -> nn.Module:
-    return on_meta(loaded.build)
-
-
 def global_batches(loaded: LoadedModel, plan: Plan, steps: int, problem: str) -> list[Any]:
     """Global batches, in single precision what is in half. problem: why they cannot be cut, if so."""
     share = plan.micro_batch * plan.num_microbatches
@@ -123,7 +119,7 @@ def one_process(
     off = nullcontext() if training.dropout else no_dropout()
     with off, nullcontext() if training.dropout else draws, dice_apart():
         for step, batch in enumerate(batches, start=1):
-            shares = [micro_batches_of(share, plan) for share in shares_of(batch, plan)]
+            shares = [_micro_batches(share, plan) for share in shares_of(batch, plan)]
             with nullcontext() if masks is None else masks.step(step):
                 losses.append(_accumulate(replicas, alone, shares, together, masks, partial(begins, step)))
             grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -139,7 +135,7 @@ def one_process(
             _hand_on(replicas)
         found = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
         drew = draws.drew or (together is not None and together.drew)
-        shares = [micro_batches_of(share, plan) for share in shares_of(last, plan)]
+        shares = [_micro_batches(share, plan) for share in shares_of(last, plan)]
         return RunResult(
             losses, norms, gradients, found, eps, drew, _evaluated(replicas, alone, shares, partial(begins, 0))
         )
@@ -246,7 +242,7 @@ def shares_of(batch: "Batch | SharesApart", plan: Plan) -> list[Any]:
     return split_micro_batches(batch, plan.degrees.data, samples, plan.model.batch)
 
 
-def micro_batches_of(share: Any, plan: Plan) -> list[Any]:
+def _micro_batches(share: Any, plan: Plan) -> list[Any]:
     samples = num_samples(share, plan.micro_batch * plan.num_microbatches, plan.model.batch)
     return split_micro_batches(share, num_microbatches(plan, samples), samples, plan.model.batch)
 
@@ -339,6 +335,8 @@ def no_dropout() -> Iterator[None]:
 
 
 def copied(batch: Any) -> Any:
+    """A batch with tensors of its own, as models may write into theirs."""
+
     def cloned(leaf: Any) -> Any:
         return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ...planner.plan.document import Plan
+from ...profiler.model.building import on_meta
 from ...profiler.model.loaded import Batch, LoadedModel
 from ...profiler.model.trace import trace
 from ...profiler.semantics.draws import SameDraws
@@ -25,7 +26,6 @@ from .one_process import (
     SharesApart,
     Training,
     as_real,
-    built,
     copied,
     global_batches,
     no_dropout,
@@ -128,7 +128,9 @@ def verify(plan: Plan, loaded: LoadedModel, steps: int = 3) -> VerifyReport:
     title = f"{plan.model.name} by {plan.label}, run as {small.name} by {trial.label}"
     notes += shrunk
     batches = global_batches(small, trial, steps, profile.batch_problem)
-    dropouts = any(getattr(m, "p", 0) for m in built(small).modules() if isinstance(m, nn.modules.dropout._DropoutNd))
+    dropouts = any(
+        getattr(m, "p", 0) for m in on_meta(small.build).modules() if isinstance(m, nn.modules.dropout._DropoutNd)
+    )
     if dropouts:
         notes += ("dropout is off in both runs",)
     return beside_one_process(VerifyReport(title, notes, {}), trial, small, batches)
