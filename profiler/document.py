@@ -12,6 +12,9 @@ from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+OURS = "meshwright-"
+"""How the kinds of our documents begin."""
+
 
 def meant_by(path: Path, suffixes: Collection[str]) -> Path | None:
     """The file beside one that is not there whose name is nearest, of files that end so and folders ("" for these);
@@ -71,7 +74,7 @@ class Document(Frozen):
     @classmethod
     def noun(cls) -> str:
         """How people call such a document: "plan"."""
-        return str(cls.model_fields["kind"].default).removeprefix("meshwright-")
+        return str(cls.model_fields["kind"].default).removeprefix(OURS)
 
     @classmethod
     def _check_head(cls, path: Path, text: str) -> None:

@@ -210,6 +210,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (["broken.json", "--gpus", "8"], "broken.json is not JSON"),
         (["old.json", "--gpus", "8"], "old.json is not a profile this version reads"),
         (["plan.json", "--gpus", "8"], "plan.json is a plan, not a model"),
+        (["explain", "sweep.json", "--gpus", "8"], "sweep.json is a sweep, not a model: MODEL is a model.py"),
         (["verify", "none.json"], "no such plan: none.json"),
         (["show", "profil.jsn"], "no such plan: profil.jsn; did you mean profile.json?"),
         (["plann.py", "--gpus", "8"], "no such file: plann.py; MODEL is a model.py"),
@@ -241,6 +242,7 @@ def test_files_that_are_not_what_they_should_be(
     profile = json.loads((tmp_path / "profile.json").read_text())
     (tmp_path / "newer.json").write_text(json.dumps(profile | {"schema_version": 99}))
     (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "sweep.json").write_text('{"kind": "meshwright-sweep", "points": []}')
     (tmp_path / "model.py").write_text("")
 
     assert run_plan(*words) == 2

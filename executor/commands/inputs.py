@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ...planner.cost.software import load_software
 from ...planner.plan.document import Plan, load_plan
 from ...planner.plan.training import REFERENCE, SAMPLES_PER_GPU, TrainingSpec
-from ...profiler.document import check_ends, meant_by
+from ...profiler.document import OURS, check_ends, meant_by
 from ...profiler.garbage import without_garbage_collection
 from ...profiler.machine.cluster import ClusterSpec, cluster_of, load_cluster, load_device
 from ...profiler.machine.instances import instance
@@ -128,6 +128,8 @@ def read_model(
     kind = json_kind(path)
     if kind == "meshwright-plan":
         raise ValueError(f"{source} is a plan, not a model: look at it with `plan show {source}`")
+    if kind is not None and kind.startswith(OURS) and kind != "meshwright-profile":
+        raise ValueError(f"{source} is a {kind.removeprefix(OURS)}, not a model: {MODEL_RULE}")
     if kind == "meshwright-profile":
         if PADDED in source:
             raise ValueError(f"{path} is a profile, made with its own vocabulary: give the config.json to --pad-vocab")
