@@ -17,8 +17,8 @@ OURS = "meshwright-"
 
 
 def meant_by(path: Path, suffixes: Collection[str]) -> Path | None:
-    """The file beside one that is not there whose name is nearest, of files that end so and folders ("" for these);
-    None if none is near."""
+    """The file or folder beside one that is not there whose name is nearest, of those that end so; None if none is near.
+    Folders and files without an ending are asked for by ""."""
     folder = path.parent if path.parent.is_dir() else Path()
     try:
         names = [each.name for each in folder.iterdir() if ("" if each.is_dir() else each.suffix) in suffixes]

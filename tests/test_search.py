@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from benchmarks.planning_time.instances import instance
 from meshwright.executor.measuring.compare import _against
 from meshwright.planner.answers.candidate import Candidate
 from meshwright.planner.answers.check import check
@@ -211,6 +212,20 @@ def test_shapes_are_all_accounted_for() -> None:
     shapes = result.certificate.shapes
     assert shapes["total"] == shapes["rejected"] + shapes["pruned"] + shapes["solved"]
     assert shapes["rejected"] == sum(result.certificate.rejected.values())
+
+
+def test_a_proof_has_its_time_however_long_before_it_the_plan_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = instance(9)
+    gaps = []
+    for share in (0.0, explore.PROOF):
+        monkeypatch.setattr(explore, "PATIENCE", 0.0)
+        monkeypatch.setattr(explore, "PROOF", share)
+        outcome = Explorer(asked.profile, asked.cluster, asked.training).explore(asked.pins, time.monotonic() + 60)
+        assert outcome.best is not None
+        gaps.append(1 - outcome.bound / outcome.best.seconds)
+
+    assert gaps[0] > 0.1
+    assert gaps[1] < 0.001
 
 
 def test_the_garbage_collector_rests_during_a_search_and_only_then() -> None:
