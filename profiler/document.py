@@ -17,7 +17,7 @@ OURS = "meshwright-"
 
 
 def meant_by(path: Path, suffixes: Collection[str]) -> Path | None:
-    """The file or folder beside one that is not there whose name is nearest, of those that end so; None if none is near.
+    """The file or folder beside one that is not there whose name is nearest, of those that end so; None if none is.
     Folders and files without an ending are asked for by ""."""
     folder = path.parent if path.parent.is_dir() else Path()
     try:
