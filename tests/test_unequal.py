@@ -168,6 +168,61 @@ def test_no_plan_on_unequal_devices_is_faster_than_the_bounds_that_know_memory(s
                 assert max(least[i], *own) <= simulated_s(prices, found) * (1 + 1e-9)
 
 
+def longer_instance(seed: int) -> tuple[ModelProfile, ClusterSpec, TrainingSpec]:
+    """A chain of 8 to 14 layers on four hosts of two kinds, of which one is faster by a little or by much."""
+    rng = random.Random(seed)
+    classes = [random_class(rng, f"c{i}", [None, 2]) for i in range(rng.randint(1, 3))]
+    order = [rng.randrange(len(classes)) for _ in range(rng.randint(8, 14))]
+    faster, memory, per_host = rng.choice((1.02, 1.3, 2.0)), rng.choice((8e9, 4e9, 2e9)), rng.choice((1, 2))
+    one = device(memory=memory, name="one", flops={"bf16": 100e12, "fp32": 50e12})
+    other = device(memory=memory * rng.choice((1.0, 0.6)), name="other", flops={"bf16": faster * 100e12, "fp32": 50e12})
+    network = Link(bandwidth=rng.choice((1e9, 50e9)), latency=1e-5)
+    on = mixed(*((2, per_host, each) for each in rng.sample((one, other), 2)), network=network)
+    batch = 4 * per_host * rng.choice((1, 2, 4))
+    return profile(classes, order, 1e6), on, TrainingSpec(global_batch=batch, seq_len=64, memory_margin=0.0)
+
+
+@pytest.mark.parametrize("seed", slow.but_first(range(12), 2))
+def test_no_plan_of_a_longer_chain_on_unequal_devices_is_faster_than_its_bounds(seed: int) -> None:
+    model, on, training = longer_instance(seed)
+    explorer, space, rng = Explorer(model, on, training), Space(model, on, training, Pins()), random.Random(seed)
+    families = [family for family in space.families() if family.pipeline > 1]
+    checked = 0
+    for family in rng.sample(families, min(30, len(families))):
+        leaves = space.leaves(family).each
+        mix = next((i for i, leaf in enumerate(leaves) if not leaf.kind_order), None)
+        if mix is not None and not is_chunked(family.schedule):  # what it finds out must not count for the others
+            explorer.bounds.of_prices(explorer.priced(family.shape(leaves[mix]), None), math.inf)
+        own = np.array([i for i, leaf in enumerate(leaves) if leaf.kind_order])[:6]
+        if not len(own):
+            continue
+        bounds = np.maximum(explorer.bounds.of_shapes(family, space)[own], explorer.bounds.of_family(family))
+        bounds = np.maximum(bounds, explorer.bounds.by_prices_s(family, space, own))
+        for least_s, i in zip(bounds.tolist(), own.tolist(), strict=True):
+            prices = explorer.priced(family.shape(leaves[i]), None)
+            found = explorer.solved(prices, family, None, math.inf, math.inf)
+            if found is not None:
+                checked += 1
+                least_s = max(least_s, explorer.bounds.of_prices(prices, math.inf)[0])
+                assert least_s <= found.seconds * (1 + 1e-9), family
+    assert checked
+
+
+def test_bounds_of_unequal_stages_come_near_the_best_plan() -> None:
+    model, on, training = longer_instance(3)
+    explorer, space = Explorer(model, on, training), Space(model, on, training, Pins(schedule="1f1b", pipeline=4))
+    family = next(family for family in space.families() if family.micro_batch == 1)
+    leaves = space.leaves(family).each
+    own = next(i for i, leaf in enumerate(leaves) if leaf.kind_order)
+    prices = explorer.priced(family.shape(leaves[own]), None)
+
+    found = explorer.solved(prices, family, None, math.inf, math.inf)
+
+    assert found is not None
+    assert explorer.bounds.of_shapes(family, space)[own] >= 0.8 * found.seconds
+    assert explorer.bounds.of_prices(prices, math.inf)[0] >= 0.98 * found.seconds
+
+
 @pytest.mark.parametrize("seed", slow.but_these(range(0, 200, 16), (16, 32, 48)))
 def test_a_plan_for_unequal_devices_passes_the_independent_check(seed: int) -> None:
     model, on, training = random_instance(2000 + seed)

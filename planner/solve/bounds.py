@@ -27,7 +27,8 @@ from .memory_bounds import MemoryBounds
 from .rank_bounds import least_of_ranks_s
 from .shape_bounds import ShapeBounds
 from .space import Family, Space, Split
-from .unequal import HeldOnKind, Kinds, UnequalPrices
+from .unequal import Kinds, UnequalPrices
+from .unequal_bounds import UnequalBounds
 from .whole_ranks import LayerTurns
 
 Floats = NDArray[np.float64]
@@ -51,6 +52,7 @@ class Bounds:
         self.training = chain.model.training
         self.kinds = kinds
         self.pipelines = FluidPipelines()
+        self._unequal = None if kinds is None else UnequalBounds(kinds)
         self._least_on_kinds = [LeastWork(chain, model) for model in kinds.models] if kinds else []
         self._leasts: dict[Family, Least | None] = {}
         self._leasts_by_kind: dict[tuple[Shape, Offered], list[Least] | None] = {}
@@ -147,9 +149,9 @@ class Bounds:
                 pass_s, slowest = self._shapes.pass_s(family, leaves, recompute, pins.reshard)
                 seconds = np.maximum(seconds, even_step_s(family.schedule, family.pipeline, count, slowest, pass_s))
         seconds[~self._may_be_held(family, space)] = np.inf
-        if self.kinds is not None:
-            own = np.array([bool(leaf.kind_order) for leaf in leaves.each])
-            seconds = np.where(own, self._of_unequal_with_memory(family, self.kinds, pins), seconds)
+        if self._unequal is not None:
+            own, least = self._unequal.seconds(family, leaves, recompute, pins)
+            seconds[own] = least
         return seconds
 
     def with_memory_s(
@@ -166,11 +168,6 @@ class Bounds:
             least = self._memory.seconds(family, leaves, where[left], recompute, pins)
             least = np.maximum(least, self.by_prices_s(family, space, where[left])) * (1 - ROUNDING)
             seconds[left] = np.maximum(seconds[left], least)
-        for place in np.flatnonzero(own):
-            shape = family.shape(leaves.each[where[place]])
-            if self.kinds is not None and not is_chunked(family.schedule):
-                priced = self.kinds.priced(shape, recompute, pins.reshard, family.offered)
-                seconds[place] = priced.least_s()
         return seconds
 
     def of_whole_ranks(self, family: Family, space: Space, some: NDArray[np.int64]) -> Floats:
@@ -227,16 +224,18 @@ class Bounds:
         table = table_of(family.frugal)
         known = self.pipelines.prices.get(table, [])[-(latest or MOST_PRICES) :]
         least = np.zeros(len(some))
-        if family.pipeline == 1 or not known or "offload" in family.offered:
+        leaves = space.leaves(family)
+        alike = np.array([not leaves.each[i].kind_order for i in some], dtype=bool)  # as if all devices were
+        if family.pipeline == 1 or not known or "offload" in family.offered or not alike.any():
             return least
-        many = self._memory.layers(family, space.leaves(family), some, recompute_of(family, space.pins), space.pins)
+        many = self._memory.layers(family, leaves, some[alike], recompute_of(family, space.pins), space.pins)
         if many is None:
             return least
         runs, flights, rooms, wait_s, end_s = many
         for prices in known:
             for scale in SCALES:
                 each = least_of_many_s(table, prices, runs, flights, rooms, wait_s, end_s, scale)
-                least = np.maximum(least, each)
+                least[alike] = np.maximum(least[alike], each)
         return least
 
     def of_prices(
@@ -246,9 +245,8 @@ class Bounds:
         places where stages begin that are nearest to the solution), by a program (fluid.py); as soon as they are known
         to be `enough_s`, no more is looked for. in_order: whether layers stay in their order, which takes longer where
         kinds take turns (`kinds_take_turns`)."""
-        if isinstance(prices, UnequalPrices):
-            chunked = is_chunked(prices.shape.schedule)
-            return (0.0 if chunked else prices.least_with_memory_s()), None
+        if isinstance(prices, UnequalPrices) and prices.shape.virtual_stages > 1:
+            return 0.0, None
         runs, rooms, wait_s, end_s, turns = fluid_layers(prices)
         table = table_of(prices.shape)
         found, layers = self.pipelines.least_s(table, runs, rooms, wait_s, end_s, enough_s, turns, in_order)
@@ -260,7 +258,9 @@ class Bounds:
         kinds = [self.model.kinds[self.chain.runs[group[0]].start] for group in self.chain.alike]
         return len(set(kinds)) < len(kinds)
 
-    def of_whole_layers(self, prices: StagePrices, below_s: float, seconds: float) -> tuple[float, Ints | None]:
+    def of_whole_layers(
+        self, prices: StagePrices | UnequalPrices, below_s: float, seconds: float
+    ) -> tuple[float, Ints | None]:
         """(seconds that no plan of a pipeline's shape beats, cuts that may be below `below_s`), by the integer program
         of fluid.py in so many seconds."""
         runs, rooms, wait_s, end_s, turns = fluid_layers(prices)
@@ -352,24 +352,6 @@ class Bounds:
         shares = kinds.shares([each.seconds for each in least], shape.pipeline)
         return family.num_microbatches * shares.slowest_s if is_chunked(family.schedule) else shares.step_s(shape)
 
-    def _of_unequal_with_memory(self, family: Family, kinds: Kinds, pins: Pins) -> float:
-        """Seconds that shapes whose stages are each on one kind of device take at least, with the recompute that memory
-        asks for where everything is sharded over all data ranks; infinite if there are none."""
-        least = self.leasts_of_kinds(family, kinds)
-        if least is None:
-            return float("inf")
-        if "offload" in family.offered or is_chunked(family.schedule):
-            return 0.0
-        shape, count = family.frugal, family.num_microbatches
-        held = [
-            HeldOnKind(each.weights, each.held, allocatable_bytes(shape, model.device, self.training) + each.twice)
-            for each, model in zip(least, kinds.models, strict=True)
-        ]
-        flights = [float(max(1, min(shape.in_flight(s), count - 1))) for s in range(shape.pipeline)]
-        slowest = kinds.least_slowest_s(held, flights)
-        pass_s = kinds.shares([each.seconds for each in least], shape.pipeline).pass_s
-        return float(even_step_s(shape.schedule, shape.pipeline, count, slowest, pass_s))
-
     def _may_be_held(self, family: Family, space: Space) -> Flags:
         """[shape] -> False where all ranks of the pipeline together cannot hold the least that every layer keeps."""
         leaves = space.leaves(family)
@@ -401,33 +383,72 @@ def table_of(shape: Shape) -> Table:
     return Table(shape.schedule, shape.pipeline, shape.num_microbatches, shape.virtual_stages)
 
 
-def fluid_layers(prices: StagePrices) -> tuple[list[Layers], list[float], float, float, LayerTurns | None]:
-    """What the layers of a shape cost in a program: (of each run, bytes of each rank, seconds that a stage waits for a
-    transfer, seconds at the end of a step beyond those of layers, the turns of layers on ranks of several stages)."""
-    shape, model, chain = prices.shape, prices.model, prices.chain
-    num_stages, inner = shape.pipeline * shape.virtual_stages, chain.places[1:-1]
-    crossings = model.crossings(shape)
-    shared = chain.counted_twice(shape)
-    turns = None
+FluidLayers = tuple[list[Layers], list[float], float, float, LayerTurns | None]
+"""What the layers of a shape cost in a program: (of each run, bytes of each rank, seconds that a stage waits for a
+transfer, seconds at the end of a step beyond those of layers, the turns of layers on ranks of several stages)."""
+
+
+def fluid_layers(prices: StagePrices | UnequalPrices) -> FluidLayers:
+    """That of a shape; on unequal devices of one with one stage on each rank."""
+    if isinstance(prices, UnequalPrices):
+        return _on_unequal(prices)
+    shape, chain = prices.shape, prices.chain
+    shared, turns = chain.counted_twice(shape), None
     if shape.virtual_stages == 1:
-        _, memory, stage_rooms = prices.divisible(range(num_stages))
+        _, memory, stage_rooms = prices.divisible(range(shape.pipeline))
         rooms = stage_rooms.tolist()
     else:
         memory, rooms, turns = _held_by_several(prices, shared)
-    update_s = model.optimizer_s(1.0, shape.offload_optimizer) / shape.sharded_over
-    runs = [
-        Layers(
-            float(chain.lengths[group].sum()),
-            np.array([cost.forward_total_s for cost in costs]),
-            np.array([cost.backward_total_s for cost in costs]),
-            np.array([cost.weight_s for cost in costs]),
-            np.maximum(0.0, np.min([memory[run] for run in group], axis=0)),
-            min(cost.once_data_s for cost in costs) + costs[0].trainable_elements * update_s,
-        )
-        for group, costs in ((group, prices.costs[group[0]]) for group in chain.alike)
-    ]
-    wait_s = min((crossings[i].waited_s for i in inner), default=0.0)
+    wait_s, update_s = _waited_s(prices), _update_s(prices)
+    runs = [_layers(prices, group, memory) for group in chain.alike]
     return runs, rooms, wait_s, -shared * update_s, turns
+
+
+def _layers(prices: StagePrices, group: Sequence[int], memory: Sequence[Floats]) -> Layers:
+    """Neighbouring runs of one kind. memory: [run] -> [stage][option] bytes of a layer."""
+    costs = prices.costs[group[0]]
+    return Layers(
+        float(prices.chain.lengths[group].sum()),
+        np.array([cost.forward_total_s for cost in costs]),
+        np.array([cost.backward_total_s for cost in costs]),
+        np.array([cost.weight_s for cost in costs]),
+        np.maximum(0.0, np.min([memory[run] for run in group], axis=0)),
+        min(cost.once_data_s for cost in costs) + costs[0].trainable_elements * _update_s(prices),
+    )
+
+
+def _update_s(prices: StagePrices) -> float:
+    """Seconds of the optimizer for a parameter of a layer."""
+    return prices.model.optimizer_s(1.0, prices.shape.offload_optimizer) / prices.shape.sharded_over
+
+
+def _waited_s(prices: StagePrices) -> float:
+    """Seconds that a stage waits at least for the transfer on one of its sides."""
+    crossings = prices.model.crossings(prices.shape)
+    return min((crossings[place].waited_s for place in prices.chain.places[1:-1]), default=0.0)
+
+
+def _on_unequal(prices: UnequalPrices) -> FluidLayers:
+    """What layers cost on each stage's device. Devices may leave different options: the last one fills up."""
+    chain, kinds = prices.chain, np.array(prices.kinds)
+    stages = [np.flatnonzero(kinds == kind) for kind in range(len(prices.by_kind))]
+    rooms, each = np.zeros(len(kinds)), []
+    for on, own in zip(prices.by_kind, stages, strict=True):
+        _, memory, rooms[own] = on.divisible(own.tolist())
+        each.append([_layers(on, group, memory) for group in chain.alike])
+    runs = []
+    for alike in zip(*each, strict=True):
+        most = max(layers.bytes.shape[1] for layers in alike)
+        joined, once_s = np.zeros((4, len(kinds), most)), np.zeros(len(kinds))
+        for layers, own in zip(alike, stages, strict=True):
+            option = np.minimum(np.arange(most), layers.bytes.shape[1] - 1)
+            seconds = layers.forward_s, layers.backward_s, layers.weight_s
+            joined[:, own] = [layers.of_each(row)[:, option] for row in (*seconds, layers.bytes)]
+            once_s[own] = layers.once_s
+        runs.append(Layers(alike[0].count, *joined, once_s))
+    shared = chain.counted_twice(prices.shape)
+    end_s = -shared * max(map(_update_s, prices.by_kind))
+    return runs, rooms.tolist(), min(map(_waited_s, prices.by_kind)), end_s, None
 
 
 def _held_by_several(prices: StagePrices, shared: float) -> tuple[list[Floats], list[float], LayerTurns | None]:

@@ -552,7 +552,8 @@ class _Search:
             if not expired(until_s):
                 self._settle(node, until_s)
             return True
-        if tries[node] >= len(whole_s) or not isinstance(node.prices, StagePrices):
+        unequal = not isinstance(node.prices, StagePrices)
+        if tries[node] >= len(whole_s) or (unequal and node.shape.virtual_stages > 1):
             return False
         helped_s = node.bound + HELPS * (self._best - node.bound)
         left_s = min(whole_s[tries[node]], until_s - time.monotonic())

@@ -75,19 +75,24 @@ MOST_PRICES = 6
 class Layers:
     """What layers of one run cost at least, [option]: seconds of forward, backward and, as a part of that, gradients of
     weights, for one micro-batch; [stage][option]: bytes that a layer there holds. count: of them. once_s: seconds of
-    each at the end of a step."""
+    each at the end of a step. Where stages are on unequal devices, seconds are [stage][option], and once_s [stage]."""
 
     count: float
     forward_s: Floats
     backward_s: Floats
     weight_s: Floats
     bytes: Floats
-    once_s: float
+    once_s: float | Floats
+
+    def of_each(self, seconds: Floats) -> Floats:
+        """[stage][option] of what is given by option, or for each stage."""
+        each: Floats = np.broadcast_to(seconds, self.bytes.shape)
+        return each
 
     def cost_as_much_as(self, others: "Layers") -> bool:
         """Whether one layer costs the same in each regard."""
         mine, theirs = ((e.forward_s, e.backward_s, e.weight_s, e.bytes) for e in (self, others))
-        return self.once_s == others.once_s and all(map(np.array_equal, mine, theirs))
+        return np.array_equal(self.once_s, others.once_s) and all(map(np.array_equal, mine, theirs))
 
 
 def united(runs: Sequence[Layers], neighbours_only: bool) -> tuple[list[Layers], list[int]]:
@@ -368,19 +373,21 @@ class _Program:
             first = r == 0 and layers.count == 1
             last = r == len(runs) - 1 and layers.count == 1
             for s in [0] if first else [num_stages - 1] if last else range(num_stages):
-                for o in range(len(layers.forward_s)):
+                for o in range(layers.bytes.shape[1]):
                     stage.append(s)
                     run.append(r)
                     option.append(o)
         self.stage, self.run, self.option = np.array(stage), np.array(run), np.array(option)
-        pairs = list(zip(run, option, strict=True))
-        back = [runs[r].backward_s[o] - (runs[r].weight_s[o] if split else 0.0) for r, o in pairs]
-        self.seconds = np.array([
-            [runs[r].forward_s[o] for r, o in pairs],
-            back,
-            [runs[r].weight_s[o] if split else 0.0 for r, o in pairs],
-        ])  # fmt: skip
-        self.once_s = np.array([runs[r].once_s for r in run])
+        self.seconds, self.once_s, held = np.zeros((3, len(run))), np.zeros(len(run)), np.zeros(len(run))
+        for r, layers in enumerate(runs):
+            here = self.run == r
+            at = self.stage[here], self.option[here]
+            forward_s, backward_s, weight_s = (
+                layers.of_each(each)[at] for each in (layers.forward_s, layers.backward_s, split * layers.weight_s)
+            )
+            self.seconds[:, here] = forward_s, backward_s - weight_s, weight_s
+            self.once_s[here] = np.broadcast_to(layers.once_s, num_stages)[at[0]]
+            held[here] = layers.bytes[at]
         self.unit_s = sum(layers.count * float((layers.forward_s + layers.backward_s).min()) for layers in runs)
         self.unit_s = self.unit_s * table.num_microbatches / table.num_ranks or 1.0
         self.rank = rank_of[self.stage]
@@ -412,7 +419,6 @@ class _Program:
                 if (share < 0).any():
                     self._model.addRow(0.0, inf, len(here), here, share)
                     self._order.append((r, s))
-        held = np.array([runs[r].bytes[s, o] for s, (r, o) in zip(stage, pairs, strict=True)])
         for q, room in enumerate(rooms):
             here = everything[(self.rank == q) & (held > 0)]
             scale = 1.0 / max(1.0, abs(room))

@@ -249,7 +249,7 @@ class ShapeNode:
     def children(self, cutoff_s: float, enough_s: float) -> "Iterator[ShapeNode]":
         """Itself with a bound that knows all options, then all cuts; none if that reaches the cut-off."""
         least_s, bounds = self.bound, self.search.bounds
-        if self.shape.pipeline > 1 and bounds.kinds is None:  # other shapes have found prices since
+        if self.shape.pipeline > 1:  # other shapes have found prices since
             which = self.space.leaves(self.family).each.index(self._leaf)
             least_s = max(least_s, float(bounds.by_prices_s(self.family, self.space, np.array([which]))[0]))
         has_program = self.shape.pipeline > 1 and not self.has_few_cuts

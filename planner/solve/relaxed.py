@@ -12,6 +12,7 @@ are what layers cost at each of some prices of memory, as then no kind of layer 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,21 +56,38 @@ def least_slowest_s(weights: Sequence[Floats], memory: Sequence[Floats], counts:
     return _of_several_worths(cost, prices, counts, rooms)
 
 
-StageOptions = tuple[Sequence[Floats], Sequence[Floats], float]
-"""What one stage can take: [run][option] -> seconds of a layer, [run][option] -> bytes of it, and the stage's room."""
+@dataclass(frozen=True)
+class StageColumns:
+    """What one stage can take in many shapes. each_s, fixed: [kind][shape] -> seconds of a layer without recompute,
+    bytes that it holds beside activations; again_s, kept: [kind][way to recompute] -> seconds longer, bytes kept of a
+    micro-batch; flight: of those that are there; room: [shape] -> bytes."""
+
+    each_s: Floats
+    fixed: Floats
+    again_s: Sequence[Floats]
+    kept: Sequence[Floats]
+    flight: float
+    room: Floats
 
 
-def least_slowest_of_unequal_s(stages: Sequence[StageOptions], counts: Floats) -> float:
-    """Seconds per micro-batch that the slowest stage takes at least where stages are on unequal devices, each with
-    seconds, bytes and options of its own; infinite if the layers cannot be held."""
-    ties = {id(weights): tie_prices(list(weights), list(memory)) for weights, memory, _ in stages}
-    prices = np.unique(np.concatenate(list(ties.values())))
-    prices = prices[_spread(len(prices), MOST_PRICES)]
-    cost = np.array([
-        np.array([(w + prices[:, None] * m).min(axis=1) for w, m in zip(weights, memory, strict=True)]).T
-        for weights, memory, _ in stages
-    ])  # fmt: skip
-    return _of_several_worths(cost, prices, counts, np.array([room for _, _, room in stages]))
+def least_slowest_of_each_unequal_s(stages: Sequence[StageColumns], counts: Floats) -> Floats:
+    """[shape] -> seconds per micro-batch that the slowest stage takes at least where stages are on unequal devices;
+    infinite if the layers cannot be held. counts: [kind] -> layers."""
+    prices = np.unique(np.concatenate([tie_prices(list(s.again_s), [s.flight * k for k in s.kept]) for s in stages]))
+    prices = prices[_spread(len(prices), MOST_PRICES_OF_EACH)]
+    # [shape][stage][price][kind]
+    cost = np.stack([
+        np.array([(w + prices[:, None] * s.flight * k).min(axis=1) for w, k in zip(s.again_s, s.kept, strict=True)]).T
+        + s.each_s.T[:, None, :] + prices[:, None] * s.fixed.T[:, None, :]
+        for s in stages
+    ], axis=1)  # fmt: skip
+    there = np.stack([s.room[:, None] * prices for s in stages], axis=1)
+    slowest: Floats = np.min([s.each_s for s in stages], axis=0).max(axis=0)
+    for worth in cost.mean(axis=1)[:, _spread(len(prices), MOST_WORTHS)].swapaxes(0, 1):
+        slowest = _slowest_of_each_s(cost, there, worth, counts, slowest)
+    least = np.array([[s.flight * kept.min() for kept in s.kept] for s in stages])[:, :, None]
+    fewest = counts @ (least + np.array([s.fixed for s in stages])).min(axis=0)
+    return np.where(fewest <= np.sum([s.room for s in stages], axis=0), slowest, np.inf)
 
 
 def _of_several_worths(cost: Floats, prices: Floats, counts: Floats, rooms: Floats) -> float:

@@ -22,7 +22,6 @@ from ..plan.document import Recompute
 from ..plan.schedules import rank_and_chunk
 from ..plan.shape import Offered, Shape
 from .columns import StagePrices, Work
-from .relaxed import StageOptions, least_slowest_of_unequal_s
 
 Floats = NDArray[np.float64]
 
@@ -129,36 +128,6 @@ class UnequalPrices:
         """The prices on the device of a stage."""
         return self.by_kind[self.kinds[rank_and_chunk(self.shape.schedule, stage, self.shape.pipeline)[0]]]
 
-    def least_s(self) -> float:
-        """Seconds that no assignment of the shape can beat: fastest options, memory and integrality relaxed."""
-        return self.shares.step_s(self.shape)
-
-    def least_with_memory_s(self) -> float:
-        """Seconds that no assignment of the shape can beat, with the options that memory asks for, if layers could be
-        divided (relaxed.py)."""
-        stages: dict[int, StageOptions] = {}
-        for kind, prices in enumerate(self.by_kind):
-            own = [stage for stage, here in enumerate(self.kinds) if here == kind]
-            weights, memory, rooms = prices.divisible(own)
-            stages |= {s: (weights, [held[i] for held in memory], float(rooms[i])) for i, s in enumerate(own)}
-        slowest = least_slowest_of_unequal_s([stages[s] for s in range(len(stages))], self.chain.lengths)
-        shape = self.shape
-        return float(even_step_s(shape.schedule, shape.pipeline, shape.num_microbatches, slowest, self.shares.pass_s))
-
-
-@dataclass(frozen=True)
-class HeldOnKind:
-    """What layers hold at least on a kind of device. weights: [run][way] -> seconds with what is run again; held: [run]
-    -> ([way] -> bytes that a layer keeps of a micro-batch, bytes that it holds anyway); room: bytes on one rank."""
-
-    weights: Sequence[Floats]
-    held: Sequence[tuple[Floats, float]]
-    room: float
-
-    def stage(self, in_flight: float) -> StageOptions:
-        """What a stage on such a device can take, with so many micro-batches there."""
-        return self.weights, [in_flight * kept + fixed for kept, fixed in self.held], self.room
-
 
 class Kinds:
     """The kinds of devices of a cluster, with what layers cost on each; caches what orders of kinds share."""
@@ -192,8 +161,12 @@ class Kinds:
                 ),
             )
         shares, found = self._prices[key]
-        stages = self._stages(shape.pipeline)
-        return UnequalPrices(shape, tuple(k for k in shape.kind_order for _ in range(stages[k])), found, shares)
+        return UnequalPrices(shape, self.on_stages(shape.kind_order, shape.pipeline), found, shares)
+
+    def on_stages(self, order: Sequence[int], pipeline: int) -> tuple[int, ...]:
+        """[pipeline coordinate] -> kind, where kinds follow each other in that order."""
+        stages = self._stages(pipeline)
+        return tuple(kind for kind in order for _ in range(stages[kind]))
 
     def room(self, shape: Shape) -> float:
         """Bytes that the allocator may hand out on one rank of every stage together."""
@@ -208,16 +181,6 @@ class Kinds:
     def shares(self, each: Sequence[Floats], pipeline: int) -> Shares:
         """How the stages of a pipeline can share layers. each: [kind][run] -> least seconds of a layer."""
         return Shares.of(each, self.chains[0].lengths, self._stages(pipeline))
-
-    def least_slowest_s(self, held: Sequence[HeldOnKind], flights: Sequence[float]) -> float:
-        """Seconds per micro-batch that the slowest stage takes at least, with the recompute that memory asks for, in
-        the best order of the kinds. held: [kind]; flights: [stage] -> micro-batches there."""
-        stages, counts = self._stages(len(flights)), self.chains[0].lengths
-        orders = ([k for k in order for _ in range(stages[k])] for order in kind_orders(self.parts))
-        return min(
-            least_slowest_of_unequal_s([held[k].stage(n) for k, n in zip(order, flights, strict=True)], counts)
-            for order in orders
-        )
 
     def optimizer_s(self, elements: float, on_host: bool) -> float:
         """Seconds of the optimizer step over `elements` parameters on the device that is fastest at it."""
