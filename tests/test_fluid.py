@@ -12,7 +12,7 @@ from meshwright.planner.cost.simulate import alone_s, even_step_s, simulated_ste
 from meshwright.planner.plan.schedules import ZERO_BUBBLE, Schedule
 from meshwright.planner.solve import fluid
 from meshwright.planner.solve.fluid import FluidPipelines, Layers, ManyLayers, Table, least_of_many_s, united
-from meshwright.planner.solve.rank_bounds import least_of_ranks_s
+from meshwright.planner.solve.rank_bounds import OnDevice, least_of_ranks_s
 from meshwright.planner.solve.whole_ranks import LayerTurns, hull, least_again_s
 from support import slow
 
@@ -152,7 +152,8 @@ def test_no_step_is_shorter_than_whole_layers_on_ranks_allow(table: Table, room:
         steps = steps_of(table, runs, room, wait_s)
 
         rooms = np.full((table.num_ranks, 1), room)
-        bound = float(least_of_ranks_s(table, many, flights, rooms, np.array([wait_s]), np.zeros(1))[0])
+        on = OnDevice(many, rooms, np.array([wait_s]), np.zeros(1))
+        bound = float(least_of_ranks_s(table, [on], flights)[0])
 
         assert bound <= min(steps, default=float("inf")) * (1 + 1e-9)
         if steps:
@@ -169,8 +170,8 @@ def test_whole_layers_on_ranks_are_told_from_divided_ones() -> None:
         return ManyLayers(count, *each)
 
     runs = [layers(1, 0.1), layers(8, 1.0), layers(1, 1.0)]
-    rooms = np.ones((4, 1))
-    bound = float(least_of_ranks_s(table, runs, np.ones(8), rooms, np.zeros(1), np.zeros(1))[0])
+    on = OnDevice(runs, np.ones((4, 1)), np.zeros(1), np.zeros(1))
+    bound = float(least_of_ranks_s(table, [on], np.ones(8))[0])
 
     # 9.1 seconds of layers for four ranks: 2.275 each if divided, but one has three of 1 s or two with another's 1 s
     assert bound == pytest.approx(64 * 3.0, rel=0.05)
@@ -186,7 +187,8 @@ def test_layers_on_ranks_hold_what_each_stage_has_in_flight_and_in_a_turn_of_two
     )
     in_flight = np.array([flights, flights, 2.0, 2.0])
 
-    bound = float(least_of_ranks_s(table, [layers], in_flight, np.full((2, 1), 8.0), np.zeros(1), np.zeros(1))[0])
+    on = OnDevice([layers], np.full((2, 1), 8.0), np.zeros(1), np.zeros(1))
+    bound = float(least_of_ranks_s(table, [on], in_flight)[0])
 
     # each rank has three layers, one of them at least in its first stage, and keeps 8 bytes: it runs a part of the
     # activations again that has `again_s` of a layer's seconds, the cheapest first

@@ -28,6 +28,7 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.schedules import is_chunked
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
+from meshwright.planner.solve.bounds import recompute_of
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.ilp import solve_master
 from meshwright.planner.solve.scan import least_by_ranks, scan, simulated_s
@@ -140,7 +141,8 @@ def test_a_pinned_zero_bubble_pipeline_is_the_best_of_all_cuts_and_orders_of_kin
 def test_master_ilp_scan_and_search_agree_on_unequal_devices(seed: int) -> None:
     model, on, training = random_instance(1000 + seed)
     explorer, space = Explorer(model, on, training), Space(model, on, training, Pins())
-    shapes = [shape for family in list(space.families()) for shape in space.shapes(family)]
+    families = [family for family in space.families() if not is_chunked(family.schedule)]
+    shapes = [shape for family in families for shape in space.shapes(family)]
 
     scanned = [found.seconds for found in (scan(explorer.priced(s, None, None)) for s in shapes) if found is not None]
     solved = solve_master([explorer.priced(s, None, None) for s in shapes])
@@ -199,7 +201,7 @@ def test_no_plan_of_a_longer_chain_on_unequal_devices_is_faster_than_its_bounds(
         bounds = np.maximum(explorer.bounds.of_shapes(family, space)[own], explorer.bounds.of_family(family))
         bounds = np.maximum(bounds, explorer.bounds.by_prices_s(family, space, own))
         for least_s, i in zip(bounds.tolist(), own.tolist(), strict=True):
-            prices = explorer.priced(family.shape(leaves[i]), None)
+            prices = explorer.priced(family.shape(leaves[i]), recompute_of(family, space.pins))
             found = explorer.solved(prices, family, None, math.inf, math.inf)
             if found is not None:
                 checked += 1
@@ -235,7 +237,6 @@ def test_a_plan_for_unequal_devices_passes_the_independent_check(seed: int) -> N
     assert check(result.plan, model) == []
     shapes = result.certificate.shapes
     assert shapes["total"] == shapes["rejected"] + shapes["pruned"] + shapes["solved"]
-    assert not any(is_chunked(c.plan.schedule) for c in result.runners_up if c.plan is not None)
 
 
 BLOCKS = profile([layer_class("block", 1e12, 10_000_000, 3e7, 1e6, heads=8)], [0] * 12)

@@ -42,6 +42,7 @@ PLANS = {
     "gpipe, sharded and given back": (Shape(1, 2, 1, 2, 2, 2, schedule="gpipe", reshard=True), (2, 4)),
     "1f1b, tensor": (Shape(1, 1, 2, 2, 2, 4, schedule="1f1b"), (5, 1)),
     "interleaved": (Shape(2, 1, 1, 2, 1, 4, schedule="interleaved", virtual_stages=2), (2, 1, 2, 1)),
+    "zb-h1, sharded": (Shape(1, 2, 1, 2, 1, 4, schedule="zb-h1"), (4, 2)),
     "zb-v": (Shape(2, 1, 1, 2, 1, 4, schedule="zb-v", virtual_stages=2), (2, 1, 2, 1)),
 }
 

@@ -6,8 +6,7 @@ Random chains of unequal layers and small real models, on 2 to 64 GPUs, equal an
 to NVLink. Each is first planned with nothing decided, then with schedule, pipeline degree, micro-batch and virtual
 stages pinned, alone and together. A pinned plan that is faster than the open search's proven bound is a fault, and so
 is one more than 0.1% faster than a plan that was called optimal. Profiles of real models are made on the way, which
-takes torch. On unequal devices interleaved and zero-bubble schedules are in no open search's space, by a rule that its
-certificate names, and so are not asked for.
+takes torch.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from statistics import median
 from meshwright.planner.answers.search import search
 from meshwright.planner.plan.legality import divisors
 from meshwright.planner.plan.pins import Pins
-from meshwright.planner.plan.schedules import Schedule, is_chunked
+from meshwright.planner.plan.schedules import Schedule
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.solver import SolverError
@@ -116,9 +115,7 @@ def pins_of(case: Case, draw: random.Random) -> list[Pins]:
     number = case.cluster.num_devices
     pipelines = [None, *(d for d in divisors(number) if 1 < d <= len(case.profile.layers))]
     sizes = [None, *divisors(case.training.global_batch)[:4]]
-    unequal = len(case.cluster.kinds) > 1
-    schedules = [each for each in SCHEDULES if not (unequal and is_chunked(each))]
-    pairs = product((None, *schedules), pipelines, sizes, (None, 2))
+    pairs = product((None, *SCHEDULES), pipelines, sizes, (None, 2))
     found = [
         Pins(schedule=schedule, pipeline=pipeline, micro_batch=size, virtual_stages=virtual)
         for schedule, pipeline, size, virtual in pairs

@@ -24,9 +24,9 @@ from .columns import ROUNDING, StagePrices
 from .fluid import MOST_PRICES, FluidPipelines, Layers, Table, least_of_many_s
 from .layer_lower_bounds import Least, LeastWork
 from .memory_bounds import MemoryBounds
-from .rank_bounds import least_of_ranks_s
+from .rank_bounds import OnDevice, least_of_ranks_s
 from .shape_bounds import ShapeBounds
-from .space import Family, Space, Split
+from .space import Family, Leaves, Space, Split
 from .unequal import Kinds, UnequalPrices
 from .unequal_bounds import UnequalBounds
 from .whole_ranks import LayerTurns
@@ -136,9 +136,9 @@ class Bounds:
         least_s = np.maximum(np.maximum(family.num_microbatches * slowest, even_s), way_s)
         return float(least_s[self._may_be_held(family, space)].min(initial=np.inf))
 
-    def of_shapes(self, family: Family, space: Space) -> Floats:
+    def of_shapes(self, family: Family, space: Space, enough_s: float = float("inf")) -> Floats:
         """[shape of the family] -> seconds that it takes at least, memory aside; infinite where all devices together
-        cannot hold the model."""
+        cannot hold the model. On unequal devices memory counts, and no more is looked for than `enough_s`."""
         pins, leaves, count = space.pins, space.leaves(family), family.num_microbatches
         recompute = recompute_of(family, pins)
         if family.pipeline == 1:
@@ -149,9 +149,9 @@ class Bounds:
                 pass_s, slowest = self._shapes.pass_s(family, leaves, recompute, pins.reshard)
                 seconds = np.maximum(seconds, even_step_s(family.schedule, family.pipeline, count, slowest, pass_s))
         seconds[~self._may_be_held(family, space)] = np.inf
-        if self._unequal is not None:
-            own, least = self._unequal.seconds(family, leaves, recompute, pins)
-            seconds[own] = least
+        own = np.flatnonzero(~self._alike(leaves, np.arange(len(leaves.each))))
+        if self._unequal is not None and len(own):
+            seconds[own] = self._unequal.seconds(family, leaves, own, recompute, pins, enough_s)
         return seconds
 
     def with_memory_s(
@@ -161,34 +161,45 @@ class Bounds:
         cheap bound only that."""
         leaves, where, pins = space.leaves(family), np.array(some, dtype=np.int64), space.pins
         seconds, recompute = np.zeros(len(where)), recompute_of(family, pins)
-        own = np.array([bool(leaves.each[i].kind_order) for i in where], dtype=bool)
-        if not own.all():
-            seconds[~own] = self.of_whole_ranks(family, space, where[~own]) * (1 - ROUNDING)
-            left = np.flatnonzero(~own & (seconds < enough_s))
+        alike = self._alike(leaves, where)
+        if alike.any():
+            seconds[alike] = self.of_whole_ranks(family, space, where[alike]) * (1 - ROUNDING)
+            left = np.flatnonzero(alike & (seconds < enough_s))
             least = self._memory.seconds(family, leaves, where[left], recompute, pins)
             least = np.maximum(least, self.by_prices_s(family, space, where[left])) * (1 - ROUNDING)
             seconds[left] = np.maximum(seconds[left], least)
         return seconds
+
+    @staticmethod
+    def _alike(leaves: Leaves, some: Ints) -> Flags:
+        """[of these shapes] -> whether their stages are all on like devices, or priced as if they were."""
+        return np.array([not leaves.each[i].kind_order for i in some.tolist()], dtype=bool)
 
     def of_whole_ranks(self, family: Family, space: Space, some: NDArray[np.int64]) -> Floats:
         """[of these shapes] -> seconds that their ranks take at least, each with whole layers (rank_bounds.py)."""
         many = None
         if family.pipeline > 1 and "offload" not in family.offered:
             many = self._memory.layers(family, space.leaves(family), some, recompute_of(family, space.pins), space.pins)
-        return np.zeros(len(some)) if many is None else least_of_ranks_s(table_of(family.frugal), *many)
+        if many is None:
+            return np.zeros(len(some))
+        runs, flights, *costs = many
+        return least_of_ranks_s(Table.of(family.frugal), [OnDevice(runs, *costs)], flights)
 
     def guesses(self, family: Family, space: Space, some: Sequence[int], with_memory: bool) -> Floats:
         """[of these shapes] -> seconds that a chunked family is likely to take, at least those of the best of the cuts
         that are tried first, with what memory makes each rank run again of layers that may be divided. Not a bound: the
         order in which plans are looked for."""
         leaves, where, pins = space.leaves(family), np.array(some, dtype=np.int64), space.pins
-        if not is_chunked(family.schedule) or self.kinds is not None:
-            return np.zeros(len(where))
-        recompute = recompute_of(family, pins)
+        likely, alike = np.zeros(len(where)), self._alike(leaves, where)
+        if not is_chunked(family.schedule) or not alike.any():
+            return likely
+        where, recompute = where[alike], recompute_of(family, pins)
         cuts = self.tried(family, with_memory)
-        if not with_memory:
-            return self._shapes.of_cuts(family, leaves, recompute, pins.reshard, cuts)[where]
-        return self._memory.of_cuts(family, leaves, where, recompute, pins, cuts)
+        if with_memory:
+            likely[alike] = self._memory.of_cuts(family, leaves, where, recompute, pins, cuts)
+        else:
+            likely[alike] = self._shapes.of_cuts(family, leaves, recompute, pins.reshard, cuts)[where]
+        return likely
 
     def tried(self, family: Family, fitting: bool) -> list[StageCuts]:
         """The cuts that are tried of a chunked family first: those that balance its ranks; fitting: and others where
@@ -216,16 +227,16 @@ class Bounds:
 
     def num_prices(self, family: Family) -> int:
         """How many prices programs have found for the table of a family's shapes so far."""
-        return 0 if family.pipeline == 1 else self.pipelines.num_prices[table_of(family.frugal)]
+        return 0 if family.pipeline == 1 else self.pipelines.num_prices[Table.of(family.frugal)]
 
     def by_prices_s(self, family: Family, space: Space, some: NDArray[np.int64], latest: int | None = None) -> Floats:
         """[of these shapes] -> seconds that they take at least by the prices that programs of shapes with the same
         table have found (fluid.py), or by so many of the latest; 0 before there are any."""
-        table = table_of(family.frugal)
+        table = Table.of(family.frugal)
         known = self.pipelines.prices.get(table, [])[-(latest or MOST_PRICES) :]
         least = np.zeros(len(some))
         leaves = space.leaves(family)
-        alike = np.array([not leaves.each[i].kind_order for i in some], dtype=bool)  # as if all devices were
+        alike = self._alike(leaves, some)
         if family.pipeline == 1 or not known or "offload" in family.offered or not alike.any():
             return least
         many = self._memory.layers(family, leaves, some[alike], recompute_of(family, space.pins), space.pins)
@@ -245,10 +256,8 @@ class Bounds:
         places where stages begin that are nearest to the solution), by a program (fluid.py); as soon as they are known
         to be `enough_s`, no more is looked for. in_order: whether layers stay in their order, which takes longer where
         kinds take turns (`kinds_take_turns`)."""
-        if isinstance(prices, UnequalPrices) and prices.shape.virtual_stages > 1:
-            return 0.0, None
         runs, rooms, wait_s, end_s, turns = fluid_layers(prices)
-        table = table_of(prices.shape)
+        table = Table.of(prices.shape)
         found, layers = self.pipelines.least_s(table, runs, rooms, wait_s, end_s, enough_s, turns, in_order)
         return found * (1 - ROUNDING), self._nearest(layers) if found < enough_s else None
 
@@ -264,7 +273,7 @@ class Bounds:
         """(seconds that no plan of a pipeline's shape beats, cuts that may be below `below_s`), by the integer program
         of fluid.py in so many seconds."""
         runs, rooms, wait_s, end_s, turns = fluid_layers(prices)
-        table = table_of(prices.shape)
+        table = Table.of(prices.shape)
         found, layers = self.pipelines.whole(table, runs, rooms, wait_s, end_s, below_s, seconds, turns)
         return found * (1 - ROUNDING), None if layers is None else self._nearest(layers)
 
@@ -378,30 +387,29 @@ def recompute_of(family: Family, pins: Pins) -> Recompute | None:
     return "none" if family.schedule in ZERO_BUBBLE else pins.recompute
 
 
-def table_of(shape: Shape) -> Table:
-    """The table that a shape's schedule has."""
-    return Table(shape.schedule, shape.pipeline, shape.num_microbatches, shape.virtual_stages)
-
-
 FluidLayers = tuple[list[Layers], list[float], float, float, LayerTurns | None]
 """What the layers of a shape cost in a program: (of each run, bytes of each rank, seconds that a stage waits for a
 transfer, seconds at the end of a step beyond those of layers, the turns of layers on ranks of several stages)."""
 
 
 def fluid_layers(prices: StagePrices | UnequalPrices) -> FluidLayers:
-    """That of a shape; on unequal devices of one with one stage on each rank."""
+    """That of a shape."""
     if isinstance(prices, UnequalPrices):
         return _on_unequal(prices)
-    shape, chain = prices.shape, prices.chain
-    shared, turns = chain.counted_twice(shape), None
-    if shape.virtual_stages == 1:
-        _, memory, stage_rooms = prices.divisible(range(shape.pipeline))
-        rooms = stage_rooms.tolist()
-    else:
-        memory, rooms, turns = _held_by_several(prices, shared)
-    wait_s, update_s = _waited_s(prices), _update_s(prices)
-    runs = [_layers(prices, group, memory) for group in chain.alike]
-    return runs, rooms, wait_s, -shared * update_s, turns
+    memory, rooms, turns = _held(prices)
+    runs = [_layers(prices, group, memory) for group in prices.chain.alike]
+    shared = prices.chain.counted_twice(prices.shape)
+    return runs, rooms, _waited_s(prices), -shared * _update_s(prices), turns
+
+
+def _held(prices: StagePrices) -> tuple[list[Floats], list[float], LayerTurns | None]:
+    """([run] -> [stage][option] bytes of a layer, [rank] -> bytes of room for them, turns of layers where ranks hold
+    several stages)."""
+    shape = prices.shape
+    if shape.virtual_stages > 1:
+        return _held_by_several(prices, prices.chain.counted_twice(shape))
+    _, memory, rooms = prices.divisible(range(shape.pipeline))
+    return memory, rooms.tolist(), None
 
 
 def _layers(prices: StagePrices, group: Sequence[int], memory: Sequence[Floats]) -> Layers:
@@ -430,20 +438,21 @@ def _waited_s(prices: StagePrices) -> float:
 
 def _on_unequal(prices: UnequalPrices) -> FluidLayers:
     """What layers cost on each stage's device. Devices may leave different options: the last one fills up."""
-    chain, kinds = prices.chain, np.array(prices.kinds)
-    stages = [np.flatnonzero(kinds == kind) for kind in range(len(prices.by_kind))]
-    rooms, each = np.zeros(len(kinds)), []
-    for on, own in zip(prices.by_kind, stages, strict=True):
-        _, memory, rooms[own] = on.divisible(own.tolist())
+    chain, of_ranks = prices.chain, np.array(prices.kinds)
+    of_stages = of_ranks[Table.of(prices.shape).rank_of]
+    rooms, each = np.zeros(len(of_ranks)), []
+    for kind, on in enumerate(prices.by_kind):
+        memory, there, _ = _held(on)
+        rooms[of_ranks == kind] = np.array(there)[of_ranks == kind]
         each.append([_layers(on, group, memory) for group in chain.alike])
     runs = []
     for alike in zip(*each, strict=True):
         most = max(layers.bytes.shape[1] for layers in alike)
-        joined, once_s = np.zeros((4, len(kinds), most)), np.zeros(len(kinds))
-        for layers, own in zip(alike, stages, strict=True):
+        joined, once_s = np.zeros((4, len(of_stages), most)), np.zeros(len(of_stages))
+        for kind, layers in enumerate(alike):
             option = np.minimum(np.arange(most), layers.bytes.shape[1] - 1)
-            seconds = layers.forward_s, layers.backward_s, layers.weight_s
-            joined[:, own] = [layers.of_each(row)[:, option] for row in (*seconds, layers.bytes)]
+            seconds, own = (layers.forward_s, layers.backward_s, layers.weight_s), of_stages == kind
+            joined[:, own] = np.array([layers.of_each(row)[:, option] for row in (*seconds, layers.bytes)])[:, own]
             once_s[own] = layers.once_s
         runs.append(Layers(alike[0].count, *joined, once_s))
     shared = chain.counted_twice(prices.shape)
@@ -456,7 +465,7 @@ def _held_by_several(prices: StagePrices, shared: float) -> tuple[list[Floats], 
     several stages: all that a stage ever keeps, and the least that passes in a turn; turns only where all layers that
     may recompute are of one kind, between a first and a last one. shared: elements that are counted too often."""
     shape, model = prices.shape, prices.model
-    state, table = state_bytes(shape, model.training), table_of(shape)
+    state, table = state_bytes(shape, model.training), Table.of(shape)
     flights = np.array([float(shape.in_flight(stage)) for stage in range(table.num_stages)])
     memory = []
     for costs in prices.costs:

@@ -552,8 +552,7 @@ class _Search:
             if not expired(until_s):
                 self._settle(node, until_s)
             return True
-        unequal = not isinstance(node.prices, StagePrices)
-        if tries[node] >= len(whole_s) or (unequal and node.shape.virtual_stages > 1):
+        if tries[node] >= len(whole_s):
             return False
         helped_s = node.bound + HELPS * (self._best - node.bound)
         left_s = min(whole_s[tries[node]], until_s - time.monotonic())

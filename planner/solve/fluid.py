@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 
 from ..cost.simulate import CriticalPath, critical_paths
 from ..plan.schedules import ZERO_BUBBLE, Schedule, stage_of
+from ..plan.shape import Shape
 from .solver import silence_highs
 from .whole_ranks import LayerTurns, hull, least_again_s
 
@@ -121,6 +122,11 @@ class Table:
     num_ranks: int
     num_microbatches: int
     virtual: int
+
+    @classmethod
+    def of(cls, shape: Shape) -> "Table":
+        """That of a shape's schedule."""
+        return cls(shape.schedule, shape.pipeline, shape.num_microbatches, shape.virtual_stages)
 
     @property
     def num_stages(self) -> int:

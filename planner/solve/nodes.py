@@ -148,7 +148,7 @@ class FamilyNode:
             least_s = bounds.held_s(self.family, self.space)
             yield FamilyNode(max(self.bound, least_s), self.family, self.space, self.search, raised=True)
             return
-        seconds = np.maximum(self.bound, bounds.of_shapes(self.family, self.space))
+        seconds = np.maximum(self.bound, bounds.of_shapes(self.family, self.space, cutoff_s))
         some = np.flatnonzero(seconds < cutoff_s)
         likely = np.maximum(seconds[some], bounds.guesses(self.family, self.space, some.tolist(), with_memory=False))
         yield from ShapesNode.of(seconds[some].tolist(), likely.tolist(), some.tolist(), self, False)

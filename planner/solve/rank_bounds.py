@@ -16,6 +16,7 @@ for 1, 2, ... layers is the least time in which N layers find a place.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,61 +33,74 @@ TINY = 1e-9
 """Micro-batches: fewer than any schedule holds."""
 
 
+@dataclass(frozen=True)
+class OnDevice:
+    """What layers cost on one kind of device: `runs` of the chain there; rooms: [rank][shape] -> bytes; wait_s, end_s:
+    [shape], as of fluid.least_of_many_s."""
+
+    runs: Sequence[ManyLayers]
+    rooms: Floats
+    wait_s: Floats
+    end_s: Floats
+
+
 def least_of_ranks_s(
-    table: Table,
-    runs: Sequence[ManyLayers],
-    flights: Floats,
-    rooms: Floats,
-    wait_s: Floats,
-    least_end_s: Floats,
+    table: Table, devices: Sequence[OnDevice], flights: Floats, on: NDArray[np.int64] | None = None
 ) -> Floats:
     """[shape] -> seconds that no step of shapes with the table beats; infinite where layers cannot be held.
 
-    flights: [stage] -> micro-batches; rooms: [rank][shape] -> bytes; wait_s, least_end_s: [shape], as of
-    fluid.least_of_many_s.
+    flights: [stage] -> micro-batches; on: [rank] -> which of the devices; of one alone if not given.
     """
-    num_ranks, last, num_shapes = table.num_ranks, table.num_stages - 1, len(wait_s)
-    ends = {stage: layers for stage, layers in ((0, runs[0]), (last, runs[-1])) if layers.count == 1}
-    inner = [layers for layers in runs if not any(layers is end for end in ends.values())]
+    num_ranks, last, runs = table.num_ranks, table.num_stages - 1, devices[0].runs
+    on_rank = np.zeros(num_ranks, dtype=np.int64) if on is None else on
+    ends = {stage: run for stage, run in ((0, 0), (last, len(runs) - 1)) if runs[run].count == 1}
+    inner = [run for run in range(len(runs)) if run not in ends.values()]
+    num_shapes = len(devices[0].wait_s)
     if not inner or last == 0:
         return np.zeros(num_shapes)
-    common = max(inner, key=lambda layers: layers.count)
-    kinds = list({id(layers.both_s): layers for layers in inner}.values())
-    alike = [layers for layers in kinds if (layers.both_s >= ALIKE * common.both_s).all()]
+    common = max(inner, key=lambda run: runs[run].count)
+    kinds = list({id(runs[run].both_s): run for run in inner}.values())
+    alike = [r for r in kinds if all((d.runs[r].both_s >= ALIKE * d.runs[common].both_s).all() for d in devices)]
+    # [rank][shape]
     both_s, fixed, once_s = (
-        np.min([getattr(layers, name) for layers in alike], axis=0) for name in ("both_s", "fixed", "once_s")
+        np.array([np.min([getattr(d.runs[r], name) for r in alike], axis=0) for d in devices])[on_rank]
+        for name in ("both_s", "fixed", "once_s")
     )
-    # [rank][shape]: of the first and the last layer, and of transfers
+    wait_s, least_end_s = (np.min([getattr(d, name) for d in devices], axis=0) for name in ("wait_s", "end_s"))
+    rooms = np.array([d.rooms for d in devices])[on_rank, np.arange(num_ranks)]
+    # of the first and the last layer, and of transfers
     own_s, own_once_s, sides_s = (np.zeros((num_ranks, num_shapes)) for _ in range(3))
-    rooms, fewest, own = rooms.copy(), np.full(num_ranks, np.inf), [list[float]() for _ in range(num_ranks)]
+    fewest, own = np.full(num_ranks, np.inf), [list[float]() for _ in range(num_ranks)]
     for stage, rank in enumerate(table.rank_of):
         sides_s[rank] += ((stage > 0) + (stage < last)) * wait_s
         flight = max(float(flights[stage]), TINY)
         fewest[rank] = min(fewest[rank], flight)
         if stage in ends:
-            own_s[rank] += ends[stage].both_s
-            own_once_s[rank] += ends[stage].once_s
-            rooms[rank] -= ends[stage].fixed + flights[stage] * ends[stage].kept.min()
+            end = devices[on_rank[rank]].runs[ends[stage]]
+            own_s[rank] += end.both_s
+            own_once_s[rank] += end.once_s
+            rooms[rank] -= end.fixed + flights[stage] * end.kept.min()
         elif len(alike) == len(kinds):
             own[rank].append(flight)
-    those = {id(layers.both_s) for layers in alike}
-    number = int(sum(layers.count for layers in inner if id(layers.both_s) in those))
+    those = {id(runs[run].both_s) for run in alike}
+    number = int(sum(runs[run].count for run in inner if id(runs[run].both_s) in those))
     most = min(number, max(table.virtual, 2 * -(-number // num_ranks) + 2))
     numbers = np.arange(1, most + 1, dtype=float)
-    beside = numbers * fixed[:, None] - rooms[:, :, None]
+    beside = numbers * fixed[:, :, None] - rooms[:, :, None]
     if len(inner) == 1 and table.virtual > 1:
-        beside[:, :, table.virtual :] += common.paired[:, None]
+        beside[:, :, table.virtual :] += np.array([d.runs[common].paired for d in devices])[on_rank][:, :, None]
     # [rank][shape][layers]
-    seconds = _again_s(own, fewest, *_trade(alike), beside, most)
-    seconds = table.num_microbatches * (seconds + numbers * both_s[:, None] + (own_s + sides_s)[:, :, None])
-    ahead_s, after_s = _ways_there_and_back(table, ends.get(0), kinds, wait_s)
+    each = [_again_s(own, fewest, *_trade([device.runs[run] for run in alike]), beside, most) for device in devices]
+    seconds = np.array(each)[on_rank, np.arange(num_ranks)]
+    seconds = table.num_microbatches * (seconds + numbers * both_s[:, :, None] + (own_s + sides_s)[:, :, None])
+    ahead_s, after_s = _ways_there_and_back(table, devices, ends.get(0), kinds, int(on_rank[0]), wait_s)
     seconds += (ahead_s + least_end_s)[:, :, None]
-    once = numbers * once_s[:, None] + own_once_s[:, :, None]
+    once = numbers * once_s[:, :, None] + own_once_s[:, :, None]
     seconds += once if table.schedule in ZERO_BUBBLE else np.maximum(once, after_s[:, :, None])
     least = np.where((rooms < 0).any(axis=0), np.inf, 0.0)
-    for rank, each in enumerate(own):  # what its stages hold at least
-        if each:
-            least = np.maximum(least, seconds[rank, :, min(len(each), most) - 1])
+    for rank, flights_there in enumerate(own):  # what its stages hold at least
+        if flights_there:
+            least = np.maximum(least, seconds[rank, :, min(len(flights_there), most) - 1])
     if most < number:
         least = np.maximum(least, np.minimum(_nth(seconds, number), seconds[:, :, -1].min(axis=0)))
     else:
@@ -141,14 +155,18 @@ def _nth(seconds: Floats, number: int) -> Floats:
 
 
 def _ways_there_and_back(
-    table: Table, first: ManyLayers | None, inner: Sequence[ManyLayers], wait_s: Floats
+    table: Table, devices: Sequence[OnDevice], first: int | None, inner: Sequence[int], begins_on: int, wait_s: Floats
 ) -> tuple[Floats, Floats]:
     """([rank][shape] -> seconds in which the first micro-batch passes the stages before it, in which the last backward
-    passes them) at least: a layer each. first: the layer that the first stage begins with, if that is known."""
-    forward_s = np.min([layers.forward_s for layers in inner], axis=0)
-    backward_s = np.min([layers.both_s - layers.forward_s for layers in inner], axis=0)
-    begin_s = forward_s if first is None else first.forward_s
-    return_s = backward_s if first is None else first.both_s - first.forward_s
+    passes them) at least: a layer each. first: the run of the layer that the first stage begins with, on that device,
+    if it is known."""
+    layers = [device.runs[run] for device in devices for run in inner]
+    forward_s = np.min([each.forward_s for each in layers], axis=0)
+    backward_s = np.min([each.both_s - each.forward_s for each in layers], axis=0)
+    begin_s, return_s = forward_s, backward_s
+    if first is not None:
+        begin_s = devices[begins_on].runs[first].forward_s
+        return_s = devices[begins_on].runs[first].both_s - begin_s
     others = np.arange(table.num_ranks, dtype=float)[:, None] - 1  # between a rank and the first
     ahead_s = begin_s + others * (forward_s + wait_s)
     after_s = return_s + wait_s + others * (backward_s + wait_s)

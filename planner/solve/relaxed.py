@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from .knapsack import tie_prices
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 MOST_PRICES = 24
 """Prices of memory that are tried, spread over all: any of them gives a bound."""
@@ -57,37 +58,50 @@ def least_slowest_s(weights: Sequence[Floats], memory: Sequence[Floats], counts:
 
 
 @dataclass(frozen=True)
-class StageColumns:
-    """What one stage can take in many shapes. each_s, fixed: [kind][shape] -> seconds of a layer without recompute,
-    bytes that it holds beside activations; again_s, kept: [kind][way to recompute] -> seconds longer, bytes kept of a
-    micro-batch; flight: of those that are there; room: [shape] -> bytes."""
+class DeviceColumns:
+    """What stages on one kind of device can take in many shapes. each_s, fixed: [kind][shape] -> seconds of a layer
+    without recompute, bytes that it holds beside activations; again_s, kept: [kind][way to recompute] -> seconds
+    longer, bytes kept of a micro-batch; rooms: [stage][shape] -> bytes."""
 
     each_s: Floats
     fixed: Floats
     again_s: Sequence[Floats]
     kept: Sequence[Floats]
-    flight: float
-    room: Floats
+    rooms: Floats
+
+    def beside_s(self, per_byte_s: Floats) -> Floats:
+        """[price of what a micro-batch keeps][kind] -> what recompute costs at least."""
+        each = [(w + per_byte_s[:, None] * m).min(axis=1) for w, m in zip(self.again_s, self.kept, strict=True)]
+        return np.array(each).T
 
 
-def least_slowest_of_each_unequal_s(stages: Sequence[StageColumns], counts: Floats) -> Floats:
-    """[shape] -> seconds per micro-batch that the slowest stage takes at least where stages are on unequal devices;
-    infinite if the layers cannot be held. counts: [kind] -> layers."""
-    prices = np.unique(np.concatenate([tie_prices(list(s.again_s), [s.flight * k for k in s.kept]) for s in stages]))
+def least_slowest_of_unequal_s(
+    devices: Sequence[DeviceColumns], on: Ints, flights: Floats, counts: Floats, more_s: Sequence[Sequence[Floats]]
+) -> list[Floats]:
+    """[case][shape] -> seconds per micro-batch that the slowest stage takes at least where stages are on unequal
+    devices; infinite if the layers cannot be held. on: [stage] -> which of the devices; flights: [stage]; counts:
+    [kind] -> layers; more_s: [case][device] -> [kind][shape] seconds more of a layer."""
+    ties = np.concatenate([tie_prices(list(device.again_s), list(device.kept)) for device in devices])
+    prices = np.unique(ties / np.unique(flights)[:, None] if flights.all() else np.zeros(1))
     prices = prices[_spread(len(prices), MOST_PRICES_OF_EACH)]
+    stages = list(zip(on.tolist(), flights.tolist(), strict=True))
+    # [price][kind] of each device and number of micro-batches, [shape][price][kind] of each device
+    beside = {(number, flight): devices[number].beside_s(flight * prices) for number, flight in set(stages)}
+    own = [d.each_s.T[:, None, :] + prices[:, None] * d.fixed.T[:, None, :] for d in devices]
     # [shape][stage][price][kind]
-    cost = np.stack([
-        np.array([(w + prices[:, None] * s.flight * k).min(axis=1) for w, k in zip(s.again_s, s.kept, strict=True)]).T
-        + s.each_s.T[:, None, :] + prices[:, None] * s.fixed.T[:, None, :]
-        for s in stages
-    ], axis=1)  # fmt: skip
-    there = np.stack([s.room[:, None] * prices for s in stages], axis=1)
-    slowest: Floats = np.min([s.each_s for s in stages], axis=0).max(axis=0)
-    for worth in cost.mean(axis=1)[:, _spread(len(prices), MOST_WORTHS)].swapaxes(0, 1):
-        slowest = _slowest_of_each_s(cost, there, worth, counts, slowest)
-    least = np.array([[s.flight * kept.min() for kept in s.kept] for s in stages])[:, :, None]
-    fewest = counts @ (least + np.array([s.fixed for s in stages])).min(axis=0)
-    return np.where(fewest <= np.sum([s.room for s in stages], axis=0), slowest, np.inf)
+    cost = np.stack([own[number] + beside[number, flight] for number, flight in stages], axis=1)
+    there = np.array([devices[number].rooms[i] for i, number in enumerate(on)]).T[:, :, None] * prices
+    least = np.array([[flight * kept.min() for kept in devices[number].kept] for number, flight in stages])[:, :, None]
+    need = counts @ (least + np.array([device.fixed for device in devices])[on]).min(axis=0)
+    fits = need <= np.sum([devices[number].rooms[i] for i, number in enumerate(on)], axis=0)
+    found = []
+    for more in more_s:
+        slowest = np.min([d.each_s + m for d, m in zip(devices, more, strict=True)], axis=0).max(axis=0)
+        whole = cost + np.array(more)[on].transpose(2, 0, 1)[:, :, None, :]
+        for worth in whole.mean(axis=1)[:, _spread(len(prices), MOST_WORTHS_OF_EACH)].swapaxes(0, 1):
+            slowest = _slowest_of_each_s(whole, there, worth, counts, slowest)
+        found.append(np.where(fits, slowest, np.inf))
+    return found
 
 
 def _of_several_worths(cost: Floats, prices: Floats, counts: Floats, rooms: Floats) -> float:

@@ -33,7 +33,7 @@ from ..plan.legality import (
     zero_bubble_rule,
 )
 from ..plan.pins import Pins
-from ..plan.schedules import ZERO_BUBBLE, Schedule, is_chunked
+from ..plan.schedules import ZERO_BUBBLE, Schedule
 from ..plan.shape import NO_EXTRAS, Cuts, Offered, Shape
 from ..plan.training import COMPILING, TrainingSpec
 from .unequal import have_own, kind_orders
@@ -429,8 +429,6 @@ class Space:
             return "GPipe takes as long as 1F1B and holds more"
         if schedule == "interleaved" and count % max(1, count // pipeline):
             return "interleaved 1F1B needs equal rounds of micro-batches"
-        if is_chunked(schedule) and len(self._device_kinds) > 1 and self.pins.schedule != schedule:
-            return "interleaved and zero-bubble schedules are searched on devices of several kinds only where pinned"
         if schedule in ZERO_BUBBLE and self.pins.recompute not in (None, "none"):
             return "zero-bubble schedules run without recompute"
         if schedule in ZERO_BUBBLE and self.training.software == COMPILING and not self.pins.everything:

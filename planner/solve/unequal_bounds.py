@@ -14,8 +14,11 @@ from ..cost.simulate import even_step_s
 from ..plan.document import Recompute
 from ..plan.pins import Pins
 from ..plan.schedules import is_chunked
+from .chunked import Chunking
+from .fluid import Table
 from .memory_bounds import MemoryBounds
-from .relaxed import StageColumns, least_slowest_of_each_unequal_s
+from .rank_bounds import OnDevice, least_of_ranks_s
+from .relaxed import DeviceColumns, least_slowest_of_unequal_s
 from .shape_bounds import ShapeBounds
 from .space import Family, Leaves
 from .unequal import Kinds
@@ -29,28 +32,17 @@ Flags = NDArray[np.bool_]
 class _OnKind:
     """What a family's shapes take on one kind of device.
 
-    microbatch_s, once_s: tables of seconds of a layer, per micro-batch and per step; waits_s: column of seconds that
-    all transfers of a micro-batch take; twice_s: of what the optimizer's seconds have too much. fixed: table of bytes
-    whatever is recomputed; again_s, kept: [kind of layer][way to recompute] -> seconds longer, bytes kept; flights:
-    [stage] -> micro-batches; rooms: [stage][shape] -> bytes. Where nothing is known of what layers keep, they hold
-    nothing, in no room."""
+    layers: seconds of a micro-batch, and what is held; where nothing is known of what layers keep, they hold nothing,
+    in no room. once_s: table of seconds of a layer per step; waits_s: column of seconds that all transfers of a
+    micro-batch take; twice_s: of what the optimizer's seconds have too much. flights: [rank] -> micro-batches, at its
+    stage of fewest; whole: micro-batches of each stage, and what whole layers cost, if it is known."""
 
-    microbatch_s: Floats
+    layers: DeviceColumns
     once_s: Floats
     waits_s: Floats
     twice_s: Floats
-    fixed: Floats
-    again_s: list[Floats]
-    kept: list[Floats]
     flights: Floats
-    rooms: Floats
-
-    def stage(self, stage: int, some: Ints, share_of_once: float) -> StageColumns:
-        """What a stage on this kind can take in these shapes; share_of_once: of what is done once per step, that counts
-        with each micro-batch."""
-        each_s = self.microbatch_s[:, some] + share_of_once * self.once_s[:, some]
-        held = self.fixed[:, some], self.again_s, self.kept
-        return StageColumns(each_s, *held, float(self.flights[stage]), self.rooms[stage, some])
+    whole: tuple[Floats, OnDevice] | None
 
 
 class UnequalBounds:
@@ -61,37 +53,37 @@ class UnequalBounds:
         self._memory = [MemoryBounds(ShapeBounds(chain)) for chain in kinds.chains]
         self._unordered: dict[Leaves, tuple[Leaves, Ints]] = {}
 
-    def seconds(self, family: Family, leaves: Leaves, recompute: Recompute | None, pins: Pins) -> tuple[Flags, Floats]:
-        """(which shapes have stages on one kind each, [of those] -> seconds that no assignment beats, with the
-        recompute that memory asks for; infinite where the layers cannot be held)."""
-        own = np.array([bool(leaf.kind_order) for leaf in leaves.each])
-        if not own.any():
-            return own, np.zeros(0)
+    def seconds(
+        self, family: Family, leaves: Leaves, some: Ints, recompute: Recompute | None, pins: Pins, enough_s: float
+    ) -> Floats:
+        """[of these shapes, whose stages are on one kind each] -> seconds that no assignment beats, with the recompute
+        that memory asks for; infinite where the layers cannot be held. No more is looked for than `enough_s`."""
         unordered, place = self._without_order(leaves)
         on = [self._on(memory, family, unordered, recompute, pins) for memory in self._memory]
-        orders = [leaf.kind_order for leaf in leaves.each if leaf.kind_order]
-        least = np.zeros(len(orders))
-        for order in dict.fromkeys(orders):
-            here = np.array([other == order for other in orders])
-            least[here] = self._in_order(family, on, order, place[own][here])
-        return own, least
+        orders = [leaves.each[i].kind_order for i in some.tolist()]
+        in_order = {order: self._in_order(family, on, order, enough_s) for order in dict.fromkeys(orders)}
+        return np.array([in_order[order][i] for order, i in zip(orders, place[some].tolist(), strict=True)])
 
-    def _in_order(self, family: Family, on: list[_OnKind], order: tuple[int, ...], some: Ints) -> Floats:
-        """[of these shapes without order] -> the same with kinds in that order."""
-        counts, count = self._memory[0].bounds.counts, family.num_microbatches
-        stages = list(enumerate(self.kinds.on_stages(order, family.pipeline)))
-        slowest, busiest = (
-            least_slowest_of_each_unequal_s([on[kind].stage(stage, some, share) for stage, kind in stages], counts)
-            for share in (0.0, 1 / count)
-        )
-        fits = np.isfinite(slowest)
-        slowest, busiest = np.where(fits, slowest, 0.0), np.where(fits, busiest, 0.0)
-        step_s = count * busiest - np.max([each.twice_s[some] for each in on], axis=0)
-        if not is_chunked(family.schedule):
-            pass_s = counts @ np.min([each.microbatch_s[:, some] for each in on], axis=0)
-            pass_s += np.min([each.waits_s[some] for each in on], axis=0)
-            step_s = np.maximum(step_s, even_step_s(family.schedule, family.pipeline, count, slowest, pass_s))
-        return np.where(fits, step_s, np.inf)
+    def _in_order(self, family: Family, on: list[_OnKind], order: tuple[int, ...], enough_s: float) -> Floats:
+        """[shape without order] -> the same with kinds in that order."""
+        counts, count, is_even = self._memory[0].bounds.counts, family.num_microbatches, not is_chunked(family.schedule)
+        ranks, layers = np.array(self.kinds.on_stages(order, family.pipeline)), [each.layers for each in on]
+        whole, least = [each.whole for each in on if each.whole is not None], np.zeros_like(on[0].twice_s)
+        if len(whole) == len(on):
+            devices, table = [device for _, device in whole], Table.of(family.frugal)
+            least = least_of_ranks_s(table, devices, whole[0][0], ranks)
+            if (least >= enough_s).all():
+                return least
+        cases = [[each.once_s / count for each in on], *([[np.zeros_like(each.once_s) for each in on]] * is_even)]
+        busiest, *slowest = least_slowest_of_unequal_s(layers, ranks, on[0].flights, counts, cases)
+        fits = np.isfinite(busiest)
+        step_s = count * np.where(fits, busiest, 0.0) - np.max([each.twice_s for each in on], axis=0)
+        if is_even:
+            pass_s = counts @ np.min([each.layers.each_s for each in on], axis=0)
+            pass_s += np.min([each.waits_s for each in on], axis=0)
+            passes = family.schedule, family.pipeline, count, np.where(fits, slowest[0], 0.0), pass_s
+            step_s = np.maximum(step_s, even_step_s(*passes))
+        return np.where(fits, np.maximum(step_s, least), np.inf)
 
     def _without_order(self, leaves: Leaves) -> tuple[Leaves, Ints]:
         """(leaves without the order of kinds, [leaf] -> which of them): layers cost the same in every order."""
@@ -105,18 +97,27 @@ class UnequalBounds:
         self, memory: MemoryBounds, family: Family, leaves: Leaves, recompute: Recompute | None, pins: Pins
     ) -> _OnKind:
         """What the shapes take on the kind that has these bounds."""
-        bounds, everything = memory.bounds, np.arange(len(leaves.each))
+        bounds, everything, num_ranks = memory.bounds, np.arange(len(leaves.each)), family.pipeline
         fastest, data = bounds.fastest(family, leaves, recompute, pins.reshard), bounds.data(family, leaves)
-        seconds = fastest.microbatch_s, fastest.once_s + data.optimizer_s
-        waits_s, num_stages = bounds.least_waits_s(family, leaves), family.pipeline
-        many = None if is_chunked(family.schedule) else memory.layers(family, leaves, everything, recompute, pins)
+        many = memory.layers(family, leaves, everything, recompute, pins)
+        flights, whole = np.zeros(num_ranks), None
         if many is None:
             nothing = [np.zeros(1) for _ in bounds.kinds]
-            held = np.zeros_like(fastest.microbatch_s), nothing, nothing
-            flights, rooms = np.zeros(num_stages), np.zeros((num_stages, len(everything)))
+            held = np.zeros_like(fastest.microbatch_s), nothing, nothing, np.zeros((num_ranks, len(everything)))
         else:
-            runs, flights, rooms, _, _ = many
+            runs, of_stages, rooms, *ends = many
+            whole = of_stages, OnDevice(runs, rooms, *ends)
+            frame = Chunking(family.schedule, num_ranks, family.virtual_stages)
+            flights = np.array([min(of_stages[frame.stages(rank)]) for rank in range(num_ranks)])
             kinds = [int(bounds.kind_of_run[group[0]]) for group in bounds.chain.alike]
             each = [runs[kinds.index(kind)] for kind in range(len(bounds.kinds))]
-            held = np.array([run.fixed for run in each]), [run.again_s for run in each], [run.kept for run in each]
-        return _OnKind(*seconds, waits_s, data.twice_s, *held, flights, rooms)
+            ways = [run.again_s for run in each], [run.kept for run in each]
+            held = np.array([run.fixed for run in each]), *ways, rooms
+        return _OnKind(
+            layers=DeviceColumns(fastest.microbatch_s, *held),
+            once_s=fastest.once_s + data.optimizer_s,
+            waits_s=bounds.least_waits_s(family, leaves),
+            twice_s=data.twice_s,
+            flights=flights,
+            whole=whole,
+        )
