@@ -92,6 +92,9 @@ def test_bounds_of_rows_are_not_cut() -> None:
     ("name", "pins"),
     [
         ("one_object", {"pipeline": 2}),
+        ("rotary_cached", {"pipeline": 2}),
+        ("held_by_first", {"pipeline": 2}),
+        pytest.param("norm_of_all", {"pipeline": 2, "schedule": "interleaved"}, marks=pytest.mark.slow),
         pytest.param("reentrant", {"data_replicate": 2}, marks=pytest.mark.slow),
         pytest.param("ragged", {"pipeline": 2, "schedule": "gpipe"}, marks=pytest.mark.slow),
         pytest.param("complex_weights", {"data_replicate": 2}, marks=pytest.mark.slow),

@@ -23,8 +23,10 @@ def crossing_into(plan: Plan, stage: int) -> tuple[CrossingTensor, ...]:
 def parameters_of_stages(model: nn.Module, plan: Plan) -> list[set[str]]:
     """[stage] -> full names of the parameters it owns; those that no layer reads go with the module they are in."""
     stages = [{name for layer in stage.layers for name in layer.parameters} for stage in plan.stages]
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        if not any(name in names for names in stages):
+    named = list(model.named_parameters(remove_duplicate=False))
+    read = {id(parameter) for name, parameter in named if any(name in names for names in stages)}
+    for name, parameter in named:
+        if id(parameter) not in read:
             stages[_stage_around(name, plan)].add(name)
     return stages
 
@@ -81,22 +83,31 @@ class Placeholders:
 
 
 def strip(model: nn.Module, own: set[str], foreign: tuple[str, ...]) -> Placeholders:
-    """Take everything out of the model that belongs to other stages."""
+    """Take everything out of the model that belongs to other stages. A module that layers of several stages hold has a
+    name in each of them; here it has those of this stage, in others it is an attribute."""
     placeholders = Placeholders(model)
 
     def is_foreign(name: str) -> bool:
         return any(name == f or name.startswith(f + ".") for f in foreign)
 
-    shared = {id(b) for name, m in model.named_modules() if not is_foreign(name) for b in m._buffers.values()}
-    had_parameters = [module for module in model.modules() if next(module.parameters(), None) is not None]
-    for prefix, module in list(model.named_modules()):
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    elsewhere = {module for module, its_names in names.items() if all(map(is_foreign, its_names))}
+    shared = {id(buffer) for module in names.keys() - elsewhere for buffer in module._buffers.values()}
+    had_parameters = [module for module in names if next(module.parameters(), None) is not None]
+    for module, its_names in names.items():
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None and (f"{prefix}.{name}" if prefix else name) not in own:
+            if parameter is not None and not any(f"{prefix}.{name}".lstrip(".") in own for prefix in its_names):
                 placeholders.put(module, name, parameter)
-        if is_foreign(prefix):
-            for name, buffer in list(module._buffers.items()):
-                if buffer is not None and id(buffer) not in shared:
-                    placeholders.put(module, name, buffer)
+        if module not in elsewhere:
+            continue
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and id(buffer) not in shared:
+                placeholders.put(module, name, buffer)
+        for name, child in list(module._modules.items()):
+            if child is not None and child not in elsewhere:
+                module.__dict__[name] = module._modules.pop(name)
     for module in had_parameters:
         if next(module.parameters(), None) is None:
             placeholders.answer_for(module)

@@ -619,15 +619,18 @@ def _layers(
     names = dict(root.named_parameters(remove_duplicate=False))
     order = {name: i for i, name in enumerate(names)}
     canonical = {id(p): name for name, p in root.named_parameters()}
+    reads = [{id(names[n]) for e in watch.events[first : last + 1] for n in e.parameters} for first, last in spans]
+    read_somewhere = set().union(*reads)
     read_anywhere: set[int] = set()
     lost = watch.inputs.overwritten()
     layers = []
-    for first, last in spans:
+    for (first, last), read_here in zip(spans, reads, strict=True):
         span = watch.events[first : last + 1]
         calls = tuple((e.key[1], e.key[2]) for e in span if e.key[0] == "module")
         own = tuple(dict.fromkeys(name for name, _ in calls))
         within = (root.get_submodule(unit).named_parameters(unit, remove_duplicate=False) for unit in own)
-        parameters = {n: p for found in within for n, p in found}
+        # A module that many layers hold is part of those that use it.
+        parameters = {n: p for found in within for n, p in found if id(p) in read_here or id(p) not in read_somewhere}
         present = {id(p) for p in parameters.values()}
         for event in span:
             for name in event.parameters:
