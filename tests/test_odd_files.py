@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from benchmarks.abuse.folder import is_well, table_of
-from meshwright.planner.plan.legality import sharding_rule
+from meshwright.planner.plan.legality import micro_batch_rule, sharding_rule
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.trace import trace
-from support.habits import run
+from support.habits import planned, run
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "abuse" / "odd_models"
 
@@ -80,6 +80,38 @@ def test_a_head_that_goes_by_the_words_is_profiled_though_other_lengths_go_other
 
     assert not profile.decides_by_values
     assert "goes the way of its batch function's integers" in profile.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("clipped_inside", "the gradient of 0.linear.(weight|bias) does not follow a factor of the loss"),
+        ("clipped_parameters", "the gradient of .* does not follow"),
+        ("gradient_attached", "the gradient of .*router.* does not follow"),
+        ("gradient_hooks", "^$"),
+        ("reentrant", "^$"),
+    ],
+)
+def test_gradients_that_do_not_follow_the_loss_are_of_one_micro_batch(name: str, words: str) -> None:
+    profile = trace(odd(name))
+
+    assert re.search(words, profile.gradient_problem)
+    several = [micro_batch_rule(profile, data, count, pinned=True) for data, count in ((2, 1), (1, 2))]
+    assert [rule is not None for rule in several] == [bool(profile.gradient_problem)] * 2
+    assert micro_batch_rule(profile, 1, 1, pinned=False) is None
+
+
+def test_what_a_pin_leaves_is_not_laid_to_cuts_that_nobody_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"legal with pipeline=2: micro_batch: the gradient of .* does not follow"):
+        planned(odd("clipped_parameters"), ranks=4, pipeline=2)
+
+
+def test_gradients_by_how_often_a_word_is_there_couple_samples() -> None:
+    assert "the gradient of embed.weight in 4 samples is not" in trace(odd("gradient_by_frequency")).coupling
+
+
+def test_weights_of_labels_are_seen_though_some_batches_have_as_many_in_both_halves() -> None:
+    assert "samples of a micro-batch see each other a little" in trace(odd("class_weights")).notes[0]
 
 
 def test_bounds_of_rows_are_not_cut() -> None:

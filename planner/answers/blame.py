@@ -54,7 +54,9 @@ def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, 
             left = fewer
     space = Space(profile, cluster, training, said(left))
     assert next(space.families(), None) is None
-    rules = sorted((rule for rule, count in space.rejected.items() if count), key=lambda rule: -space.rejected[rule])
+    aside = "tensor: " if left.tensor is None else "none"  # nobody asked for that
+    rules = [rule for rule, count in space.rejected.items() if count]
+    rules.sort(key=lambda rule: (rule.startswith(aside), -space.rejected[rule]))
     if left.expert not in (None, 1):  # where no ranks may be shards there is no shape that could be rejected for it
         own = expert_rule(profile, left.expert) or sharding_rule(profile, training.precision)
         rules = [own, *rules] if own else rules

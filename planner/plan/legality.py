@@ -266,6 +266,12 @@ def micro_batch_rule(profile: ModelProfile, data: int, count: int, pinned: bool)
     has said how large a micro-batch is."""
     if count > 1 and profile.batch_problem:
         return f"micro_batch: all samples of a data rank are one, because they cannot be cut: {profile.batch_problem}"
+    if data * count > 1 and profile.gradient_problem:
+        return (
+            f"micro_batch: {profile.gradient_problem}, because a hook or an autograd function of the model clips it or "
+            "adds to it, so parts of a batch train something else; bound gradients in the training loop, and return "
+            "what a function would add with the loss"
+        )
     if data * count > 1 and profile.coupling and not pinned:
         return (
             f"micro_batch: the loss couples the samples of a batch ({profile.coupling}), so smaller micro-batches "

@@ -1,9 +1,10 @@
-"""Whether the samples of a batch see each other: then a micro-batch is part of what is trained, not only how."""
+"""Whether the samples of a batch see each other, in the loss or in the gradients that hooks and functions of the model
+make of it: then a micro-batch is part of what is trained, not only how."""
 
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
 from typing import Any
@@ -33,6 +34,15 @@ _ROUNDING = 1e-4
 _MUCH = 0.01
 """Relative difference of the loss from which the samples that see each other are what is trained."""
 
+_DRAWS = 3
+"""Batches that small models are given, as the halves of one may have as many labels of each kind by chance."""
+
+_SCALES = (2.0**-10, 2.0**10)
+"""Factors of the loss that its gradients are to follow: exact in floating point, and far enough to meet a bound."""
+
+_IN_PROPORTION = 1e-3
+"""Relative difference of gradients that may be rounding."""
+
 _MOST_PARAMETERS = 50_000_000
 _MOST_FLOPS = 20e9
 _SHORT = 16
@@ -47,16 +57,25 @@ class Coupling:
     much: bool
 
 
-def coupling_of(loaded: LoadedModel, profile: ModelProfile, sizes: RunSizes) -> Coupling | None:
-    """Whether the loss of a batch is not the mean of its parts' losses, batch norms apart, which are told elsewhere.
+@dataclass(frozen=True)
+class Samples:
+    """What was seen of a batch and its parts. gradients: which do not follow the loss in proportion, in words."""
+
+    coupling: Coupling | None = None
+    gradients: str = ""
+
+
+def samples_of(loaded: LoadedModel, profile: ModelProfile, sizes: RunSizes) -> Samples:
+    """Whether the loss of a batch is not the mean of its parts' losses, nor its gradients theirs, batch norms apart,
+    which are told elsewhere.
 
     Small models (or the small version of the model file) are run with real numbers; of all others tensors are looked
     at that hold a number for each pair of samples.
     """
     if profile.batch_problem:
-        return None
+        return Samples()
     found = _by_numbers(loaded, profile)
-    return found or _by_shapes(sizes)
+    return found if found.coupling else replace(found, coupling=_by_shapes(sizes))
 
 
 def _by_shapes(sizes: RunSizes) -> Coupling | None:
@@ -70,53 +89,132 @@ def _by_shapes(sizes: RunSizes) -> Coupling | None:
     return None
 
 
-def _by_numbers(loaded: LoadedModel, profile: ModelProfile) -> Coupling | None:
+def _by_numbers(loaded: LoadedModel, profile: ModelProfile) -> Samples:
     if profile.num_parameters > _MOST_PARAMETERS and loaded.small is not None:
         loaded = loaded.small()
     elif profile.num_parameters > _MOST_PARAMETERS:
-        return None
+        return Samples()
     flops = 2 * SAMPLES * profile.flops_per_sample()
     tries = [loaded] if flops <= _MOST_FLOPS else []
     if loaded.seq_len is not None and loaded.seq_len > _SHORT:
         tries.insert(0, loaded.with_seq_len(_SHORT))
     for each in tries:
         try:
-            whole, parts = _losses(each)
+            return _seen(each, _DRAWS if _DRAWS * flops <= _MOST_FLOPS else 1)
         except Exception:  # it runs at one length only, or needs what a CPU has not: nothing is seen then
             continue
-        if not math.isfinite(whole + parts):
-            return None
-        difference = abs(whole - parts) / max(abs(whole), abs(parts), 1e-12)
-        if difference < _ROUNDING:
-            return None
-        words = f"the loss of {SAMPLES} samples is {whole:.4g}, the mean of its halves' {parts:.4g}"
-        return Coupling(words, difference >= _MUCH)
-    return None
+    return Samples()
 
 
-def _losses(loaded: LoadedModel) -> tuple[float, float]:
-    """(loss of a batch, mean of the losses of its halves), with real numbers."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+def _seen(loaded: LoadedModel, draws: int) -> Samples:
+    """What real numbers show, of so many batches."""
+    gradients = ""
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = in_training(upcast(loaded.build()))
-        batch = tree_map(as_float, loaded.batch(SAMPLES))
-        halves = [_half(batch, loaded, i) for i in range(2)]
-
         drawn = dice()
+        for _ in range(draws):
+            with torch.no_grad():
+                batch = tree_map(as_float, loaded.batch(SAMPLES))
+                parts = [_half(batch, loaded, i) for i in range(2)]
+                weights = [1.0 if loaded.weight is None else float(loaded.weight(part)) for part in parts]
+            shares = [weight / sum(weights) for weight in weights]
+            with SameDraws(), dice_apart(), _batch_norms_apart(), one_thread():
+                runs = [_RealRun(module, loaded, each, drawn) for each in (batch, *parts)]
+            whole, mean = runs[0].loss, sum(share * run.loss for share, run in zip(shares, runs[1:], strict=True))
+            if not math.isfinite(whole + mean):
+                break
+            difference = abs(whole - mean) / max(abs(whole), abs(mean), 1e-12)
+            gradients = next((run.out_of_proportion for run in runs if run.out_of_proportion), gradients)
+            if difference >= _ROUNDING:
+                words = f"the loss of {SAMPLES} samples is {whole:.5g}, the mean of its halves' {mean:.5g}"
+                return Samples(Coupling(words, difference >= _MUCH), gradients)
+            if runs[0].gradients and not gradients:
+                own, others = runs[0].gradients, [run.gradients for run in runs[1:]]
+                means = {n: shares[0] * others[0][n] + shares[1] * others[1][n] for n in own}
+                name, difference = _furthest(own, means)
+                if difference >= _MUCH:
+                    words = f"the gradient of {name} in {SAMPLES} samples is not the mean of its halves'"
+                    return Samples(Coupling(words, much=True), gradients)
+    return Samples(gradients=gradients)
 
-        def loss(given: Batch) -> float:
-            alone = with_own_loss(loaded)
-            args, kwargs = split_inputs(module, tree_map(_own, given), loaded.loss is not None)
-            put_dice_back(drawn)
-            with undone(module), torch.enable_grad():
-                output = module(*args, **kwargs)
-                found = scalar(output, loaded) if alone.loss is None else alone.loss(output, given)
-            return float(found)
 
-        with SameDraws(), dice_apart(), _batch_norms_apart(), one_thread():
-            whole, parts = loss(batch), [loss(half) for half in halves]
-        weights = [1.0 if loaded.weight is None else float(loaded.weight(half)) for half in halves]
-    return whole, sum(w * p for w, p in zip(weights, parts, strict=True)) / sum(weights)
+class _RealRun:
+    """One forward with real numbers, of which nothing is left in the model, and its backward where that may be other
+    than what autograd makes of the forward: where the model has hooks on gradients, or functions of its own.
+
+    gradients: by name, then; out_of_proportion: which of them does not follow a factor of the loss, in words.
+    """
+
+    def __init__(self, module: nn.Module, loaded: LoadedModel, given: Batch, drawn: Any) -> None:
+        self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.out_of_proportion = ""
+        hooked = any(p._backward_hooks for p in self._parameters.values())
+
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            nonlocal hooked
+            hooked = True
+            return register(*args, **kwargs)
+
+        register = torch.Tensor.register_hook
+        alone = with_own_loss(loaded)
+        args, kwargs = split_inputs(module, tree_map(_own, given), loaded.loss is not None)
+        put_dice_back(drawn)
+        with undone(module), torch.enable_grad(), patch.object(torch.Tensor, "register_hook", hook):
+            output = module(*args, **kwargs)
+            found = scalar(output, loaded) if alone.loss is None else alone.loss(output, given)
+            self.loss = float(found.detach())
+            if hooked or _has_own_backward(found, module):
+                with suppress(Exception):  # a function of the model's that runs once only: nothing is seen then
+                    self._run_backward(found)
+
+    def _run_backward(self, loss: torch.Tensor) -> None:
+        self.gradients = self._gradients(loss, 1.0)
+        for scale in _SCALES:
+            name, difference = _furthest(self.gradients, self._gradients(loss, scale))
+            if difference >= _IN_PROPORTION:
+                self.out_of_proportion = f"the gradient of {name} does not follow a factor of the loss"
+                return
+
+    def _gradients(self, loss: torch.Tensor, scale: float) -> dict[str, torch.Tensor]:
+        """Those of the loss times a factor, divided by that; zeros where there are none."""
+        before = {name: parameter.grad for name, parameter in self._parameters.items()}
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        (loss * scale).backward(retain_graph=True)
+        found = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.detach() / scale
+            for name, p in self._parameters.items()
+        }
+        for name, parameter in self._parameters.items():
+            parameter.grad = before[name]
+        return found
+
+
+def _has_own_backward(loss: torch.Tensor, module: nn.Module) -> bool:
+    """Whether a backward goes through functions that are not torch's, or counts what is in the batch."""
+    if any(getattr(part, "scale_grad_by_freq", False) for part in module.modules()):
+        return True
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+def _furthest(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> tuple[str, float]:
+    """(name, relative difference) of the gradients that are furthest apart."""
+    apart = {
+        name: float((own - others[name]).norm() / (own.norm() + others[name].norm() + 1e-12))
+        for name, own in some.items()
+    }
+    return max(apart.items(), key=lambda item: item[1], default=("", 0.0))
 
 
 def with_own_loss(loaded: LoadedModel) -> LoadedModel:

@@ -415,6 +415,9 @@ class ModelProfile(Document):
     coupling: str = Field(
         default="", description="where the loss of a sample depends on others of its batch: how that was seen, in words"
     )
+    gradient_problem: str = Field(
+        default="", description="which gradients hooks or functions of the model do not leave in proportion to the loss"
+    )
     decides_by_values: str = Field(
         default="", description="where it decides by the values of tensors what to compute: file:line and the operator"
     )

@@ -25,7 +25,7 @@ from .batches import batch_problem, list_of_samples
 from .building import WAS_SPARSE
 from .chain import Layer, LayerChain, observe, shapes_at
 from .class_costs import Costed, layer_class_of
-from .coupling import Coupling, coupling_of
+from .coupling import Coupling, samples_of
 from .crossing_tensors import batch_tensors, crossing_tensors
 from .fake import DecidesByValuesError, FakeModel, fake_model, real_model
 from .held_tensors import held_beside
@@ -207,11 +207,13 @@ def _profile(
     found = _found_cuts(fake, chain, sizes, firsts) if cuts else dict.fromkeys(firsts, Found())
     problem = mixed_precision_problem(fake, chain) if fake.mode is not None else _BY_VALUES
     profile, costed = _profile_at(fake, chain, sizes, found, problem, notes, progress)
-    coupling = coupling_of(loaded, profile, sizes)
+    samples = samples_of(loaded, profile, sizes)
+    coupling = samples.coupling
     profile = profile.model_copy(
         update={
             "context_problem": context_problem(fake, profile.expert_modules, profile.layers),
             "coupling": coupling.words if coupling is not None and coupling.much else "",
+            "gradient_problem": samples.gradients,
             "notes": (*_slight(coupling), *profile.notes),
         }
     )
@@ -496,6 +498,7 @@ def _fingerprint(profile: ModelProfile) -> str:
     told |= {
         "context_problem",
         "coupling",
+        "gradient_problem",
         "batch_problem",
         "sharding_problem",
         "hooks_gradients",
