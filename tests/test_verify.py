@@ -31,6 +31,7 @@ from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from meshwright.profiler.semantics.draws import SameDraws
 from support import synthetic
 
 GPT = Path(__file__).parent.parent / "benchmarks" / "models" / "gpt.py"
@@ -388,3 +389,16 @@ def test_dropout_is_off_only_inside() -> None:
 
     assert all(torch.equal(y, x) for y in inside)
     assert not torch.equal(functional.dropout(x, 0.5), x)
+
+
+def test_what_draws_in_passing_computes_all_the_same() -> None:
+    x = torch.tensor([-2.0, 3.0], requires_grad=True)
+
+    with SameDraws() as draws:
+        y = functional.rrelu(x, 0.1, 0.3, training=True)
+        y.sum().backward()
+
+    assert draws.drew
+    assert x.grad is not None
+    torch.testing.assert_close(y.detach(), torch.tensor([-0.4, 3.0]))
+    torch.testing.assert_close(x.grad, torch.tensor([0.2, 1.0]))
