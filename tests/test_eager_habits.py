@@ -3,7 +3,8 @@
 import re
 import warnings
 import weakref
-from collections import deque
+from collections import UserDict, deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -736,6 +737,55 @@ def test_numpy_arrays_in_a_batch_are_told_as_such() -> None:
 
     with pytest.raises(ValueError, match=r"the batch holds a numpy array of \[4, 2\]"):
         split_micro_batches(batch(4), 2, 4)
+
+
+class Entries(dict):  # type: ignore[type-arg]
+    """A dict of a class of its own, which torch does not look into."""
+
+
+@dataclass
+class Inputs:
+    """Inputs under a name."""
+
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda x: (Inputs(x), x), r"an object of Inputs at \[0\], .* a tuple or a dict of tensors"),
+        (lambda x: Entries(x=x, y=x), r"an object of Entries at its top, .* make it a dict: dict\(batch\)"),
+        (lambda x: UserDict(x=x), r"an object of UserDict at its top, .* make it a dict: dict\(batch\)"),
+        (lambda x: (nn.utils.rnn.pack_sequence(list(x)), x), r"an object of PackedSequence at \[0\]"),
+    ],
+)
+def test_objects_whose_tensors_nothing_cuts_are_told_as_such(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"gives {words}"):
+        trace(habit(_linear, batch=lambda size: make(torch.randn(size, WIDTH))))
+
+    with pytest.raises(ValueError, match=f"the batch holds {words}"):
+        split_micro_batches(make(torch.randn(4, WIDTH)), 2, 4)
+
+
+def test_tensors_inside_of_lists_are_cut_with_their_samples() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = _linear(), _linear()
+
+        def forward(self, views: list[torch.Tensor]) -> torch.Tensor:
+            out: torch.Tensor = self.second(self.first(views[0].T)) - self.first(views[1])
+            return out
+
+    def batch(size: int) -> Any:
+        return {"views": [torch.randn(WIDTH, size), torch.randn(size, WIDTH)]}
+
+    profile = trace(habit(Both, batch=batch, loss=lambda output, batch: output.square().mean()))
+
+    assert profile.batch_problem == profile.coupling == ""
+    assert [(tensor.name, tensor.dims.index("batch")) for tensor in profile.batch] == [("views.0", 1), ("views.1", 0)]
+    parts = split_micro_batches(batch(4), 2, 4, profile.batch)
+    assert [[list(view.shape) for view in part["views"]] for part in parts] == [[[WIDTH, 2], [2, WIDTH]]] * 2
 
 
 def test_what_eager_cannot_train_either_is_said_to_be_so() -> None:

@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from ...planner.plan.document import Plan
 from ...planner.plan.schedules import num_microbatches_rule
-from ...profiler.model.loaded import array_in
+from ...profiler.model.batches import named_tensors
+from ...profiler.model.loaded import unfit_in
 from ...profiler.model.model_profile import BatchTensor
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -36,11 +37,12 @@ def split_micro_batches(
     planned: the tensors of the batch that the profiler saw, which say along which dim samples lie, and how many rows
     each has (nodes of a graph, entries of a bag). A batch that is not like those has samples along its first dims.
     batch: where the planned tensors are found in the tree; default: the tree itself.
-    Raises ValueError when no tensor has that many samples, and for numpy arrays, which would go whole into every part.
+    Raises ValueError when no tensor has that many samples, and for what would go whole into every part: numpy arrays
+    and objects with tensors.
     """
     leaves, spec = tree_flatten(tree)
-    if any(type(leaf).__module__ == "numpy" for leaf in leaves) and (array := array_in(tree)):
-        raise ValueError(f"the batch holds {array}")
+    if unfit := unfit_in(tree):
+        raise ValueError(f"the batch holds {unfit}")
     dims = _sample_dims(tree if batch is None else batch, samples, planned)
     cut: list[int | None] = [None] * len(leaves)
     for i, leaf in enumerate(leaves):
@@ -128,7 +130,7 @@ def share_of_batch(plan: Plan, global_batch: object, said: str) -> int:
 
 def _sample_dims(batch: Any, samples: int, planned: Sequence[BatchTensor]) -> dict[int, int | None]:
     """Id of each tensor of a batch -> the dim along which its samples lie; {} if it is not like the planned one."""
-    found = _named(batch)
+    found = named_tensors(batch)
     dims: dict[int, int | None] = {}
     if not planned or found.keys() != {tensor.name for tensor in planned}:
         return {}
@@ -145,16 +147,9 @@ def _sample_dims(batch: Any, samples: int, planned: Sequence[BatchTensor]) -> di
     return dims if any(dim is not None for dim in dims.values()) else {}
 
 
-def _named(batch: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a batch, by the names that the profiler gives them."""
-    items: Any = {"0": batch} if isinstance(batch, torch.Tensor) else batch
-    items = items if isinstance(items, dict) else dict(enumerate(items)) if isinstance(items, tuple | list) else {}
-    return {str(name): leaf for name, leaf in items.items() if isinstance(leaf, torch.Tensor)}
-
-
 def _like_planned(batch: Any, planned: Sequence[BatchTensor]) -> list[tuple[BatchTensor, torch.Tensor]]:
     """(planned tensor, that of the batch with its name) where there are both."""
-    found = _named(batch)
+    found = named_tensors(batch)
     return [(tensor, found[tensor.name]) for tensor in planned if tensor.name in found]
 
 

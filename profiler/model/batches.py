@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .loaded import Batch, LoadedModel
+from .loaded import LoadedModel
 from .model_profile import BatchTensor
 
 _SIZES = (3, 8, 24)
@@ -15,12 +15,20 @@ _MOST_ELEMENTS = 50_000_000
 """Numbers of a batch that is made only to look at its integers: 0.2 GB."""
 
 
-def named_tensors(batch: Batch) -> dict[str, torch.Tensor]:
-    """Tensors of a batch by keyword, or by their position as a number."""
+def named_tensors(batch: Any) -> dict[str, torch.Tensor]:
+    """Tensors of a batch by keyword, or by their position as a number; inside of others by both ("views.0")."""
     if isinstance(batch, torch.Tensor):
         return {"0": batch}
-    items: Any = batch.items() if isinstance(batch, dict) else enumerate(batch)
-    return {str(name): value for name, value in items if isinstance(value, torch.Tensor)}
+    found: dict[str, torch.Tensor] = {}
+    items: Any = (
+        batch.items() if isinstance(batch, dict) else enumerate(batch) if isinstance(batch, tuple | list) else ()
+    )
+    for name, value in items:
+        if isinstance(value, torch.Tensor):
+            found[str(name)] = value
+        else:
+            found |= {f"{name}.{inner}": tensor for inner, tensor in named_tensors(value).items()}
+    return found
 
 
 def with_counting(loaded: LoadedModel, tensors: Sequence[BatchTensor]) -> tuple[BatchTensor, ...]:

@@ -5,7 +5,7 @@ import functools
 import inspect
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union
@@ -202,8 +202,8 @@ def _bound_batch(make_batch: MakeBatch, seq_len: int | None, source: str) -> Cal
             else functools.partial(make_batch, size, seq_len=seq_len)
         )
         made = called(call, f"batch({size}) of {source}")
-        if array := array_in(made):
-            raise ValueError(f"batch({size}) of {source} gives {array}")
+        if unfit := unfit_in(made):
+            raise ValueError(f"batch({size}) of {source} gives {unfit}")
         if isinstance(made, list):
             return tuple(made)
         if isinstance(made, tuple | dict | torch.Tensor):
@@ -216,17 +216,37 @@ def _bound_batch(make_batch: MakeBatch, seq_len: int | None, source: str) -> Cal
     return bound
 
 
-def array_in(batch: Any) -> str:
-    """What is said of the first numpy array of a batch, and what to do; '' if there is none."""
+def unfit_in(batch: Any) -> str:
+    """What is said of the first thing in a batch whose numbers would be cut into no micro-batches, and what to do; ''
+    if there is none."""
+    from torch.nn.utils.rnn import PackedSequence
     from torch.utils._pytree import keystr, tree_flatten_with_path
 
-    for path, leaf in tree_flatten_with_path(batch)[0]:
+    for path, leaf in tree_flatten_with_path(batch, is_leaf=lambda node: isinstance(node, PackedSequence))[0]:
+        at = keystr(path) or "its top"
         if type(leaf).__module__ == "numpy" and leaf.ndim:
             return (
-                f"a numpy array of {list(leaf.shape)} at {keystr(path) or 'its top'}, which is cut into no "
-                "micro-batches and moved to no device; make it a tensor: torch.from_numpy(array)"
+                f"a numpy array of {list(leaf.shape)} at {at}, which is cut into no micro-batches and moved to no "
+                "device; make it a tensor: torch.from_numpy(array)"
+            )
+        if _holds_tensors(leaf):
+            way_out = "a dict: dict(batch)" if isinstance(leaf, Mapping) else "a tuple or a dict of tensors"
+            return (
+                f"an object of {type(leaf).__name__} at {at}, whose tensors are cut into no micro-batches; make it "
+                f"{way_out}"
             )
     return ""
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    """Whether it is an object with tensors as its entries or attributes."""
+    import torch
+
+    if isinstance(leaf, torch.Tensor | torch.nn.Module):
+        return False
+    slots = [getattr(leaf, name, None) for name in getattr(type(leaf), "__slots__", ())]
+    entries = leaf.values() if isinstance(leaf, Mapping) else leaf if isinstance(leaf, tuple | list) else ()
+    return any(isinstance(held, torch.Tensor) for held in (*entries, *getattr(leaf, "__dict__", {}).values(), *slots))
 
 
 def takes_seq_len(make_batch: MakeBatch) -> bool:

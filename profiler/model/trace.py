@@ -280,7 +280,7 @@ def _profile_at(
         ties=_ties(fake, layers),
         buffers=fake.buffers,
         batch=batch,
-        batch_problem=batch_problem(batch) or list_of_samples(loaded),
+        batch_problem=list_of_samples(loaded) or batch_problem(batch),
         sharding_problem=chain.sharding_problem,
         hooks_gradients=chain.hooks_gradients,
         untrained=_untrained(fake),
