@@ -102,6 +102,11 @@ def test_gradients_that_do_not_follow_the_loss_are_of_one_micro_batch(name: str,
     assert micro_batch_rule(profile, 1, 1, pinned=False) is None
 
 
+def test_sizes_by_the_numbers_of_a_batch_are_sent_between_no_stages() -> None:
+    with pytest.raises(ValueError, match=r"pipeline: what embed returns is \[2, \d+, 32\] in one batch of 2"):
+        planned(odd("longest_in_batch"), pipeline=2)
+
+
 def test_what_a_pin_leaves_is_not_laid_to_cuts_that_nobody_asked_for() -> None:
     with pytest.raises(ValueError, match=r"legal with pipeline=2: micro_batch: the gradient of .* does not follow"):
         planned(odd("clipped_parameters"), ranks=4, pipeline=2)

@@ -239,6 +239,11 @@ def pipeline_rule(profile: ModelProfile, pipeline: int, most_stages: int) -> str
             f"pipeline: {profile.decides_by_values} decides by values, which the other stages have not; replicas (DDP) "
             "are fine"
         )
+    if profile.varying_sizes:
+        return (
+            f"pipeline: {profile.varying_sizes}, and stages exchange tensors of one size; let all batches be padded "
+            "alike, or use replicas and shards, which are fine"
+        )
     return f"pipeline={pipeline} has more stages than the model can be cut into ({most_stages}){held_together(profile)}"
 
 
@@ -311,8 +316,9 @@ def check_parts(profile: ModelProfile, recompute: Recompute | None) -> None:
 def legal_cuts(profile: ModelProfile) -> list[int]:
     """Layers before which a stage may begin: the cut points of the model's graph. Where no layers share a weight these
     are all but the first, and no graph is made: networkx takes a tenth of a second to import. A model that decides by
-    values stays whole: the other stages have no values to decide by."""
-    if profile.decides_by_values:
+    values stays whole: the other stages have no values to decide by; so does one whose tensors have sizes that nobody
+    knows before."""
+    if profile.decides_by_values or profile.varying_sizes:
         return []
     if not shares_weights(profile):
         return list(range(1, len(profile.layers)))

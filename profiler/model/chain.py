@@ -58,6 +58,10 @@ class Crossing:
         return torch.Size(self.spec.shape).numel() * self.spec.dtype.itemsize
 
 
+_BATCHES = 3
+"""Other batches that are looked at where integers of the first decide what is computed."""
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer: events first .. last of the run."""
@@ -363,6 +367,26 @@ def run_first_of_each_class(
         fake.loss(batch)
     shapes.refused = bool(refusals)
     return shapes
+
+
+def sizes_by_numbers(fake: FakeModel, chain: LayerChain, size: int) -> str:
+    """What would cross a cut in a size that goes by the numbers of a batch, in words; '' if nothing is seen to. Only
+    where these are known: else no number decides."""
+    if not fake.knows_layout:
+        return ""
+    for draw in range(1, _BATCHES + 1):
+        try:
+            shapes = run_first_of_each_class(fake, chain, fake.other_batch(size, draw)).tensors
+        except ValueError:  # it goes another way, of which nothing is known
+            continue
+        for crossing in chain.crossings:
+            found, seen = shapes.get(crossing.producer), crossing.spec
+            if found is not None and found.shape != seen.shape:
+                return (
+                    f"what {crossing.producer.name} returns is {list(seen.shape)} in one batch of {size} and "
+                    f"{list(found.shape)} in another, by their numbers"
+                )
+    return ""
 
 
 def _build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain:

@@ -98,10 +98,18 @@ class FakeModel:
             return made
         if (size, loaded.seq_len) not in self._laid_out:
             self._laid_out[size, loaded.seq_len] = _laid_out(loaded, size)
+        return self._known_batch(self._laid_out[size, loaded.seq_len], cast)
+
+    def other_batch(self, size: int, draw: int) -> Batch:
+        """Another micro-batch of so many samples, of which integers are known; draw: the how-manieth."""
+        return self._known_batch(_laid_out(self.loaded, size, seed=draw))
+
+    def _known_batch(self, laid_out: Batch, cast: bool = True) -> Batch:
+        assert self.mode is not None
         with self.mode:
-            made = tree_map(
+            made: Batch = tree_map(
                 lambda x: self._fake(x, cast) if not isinstance(x, torch.Tensor) or x.is_meta else self._known(x, cast),
-                self._laid_out[size, loaded.seq_len],
+                laid_out,
             )
         return made
 
@@ -275,19 +283,19 @@ def _same_numbers() -> Iterator[None]:
         yield
 
 
-def _alike(loaded: LoadedModel, size: int) -> Batch:
+def _alike(loaded: LoadedModel, size: int, seed: int = 0) -> Batch:
     """A batch of one sample, `size` times: always the same."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     one, two = loaded.batch(1), loaded.batch(2)
     made: Batch = tree_map(lambda a, b: _repeated(a, b, size) if isinstance(a, torch.Tensor) else a, one, two)
     return made
 
 
-def _laid_out(loaded: LoadedModel, size: int) -> Batch:
+def _laid_out(loaded: LoadedModel, size: int, seed: int = 0) -> Batch:
     """A batch of that many samples that are all alike, with the numbers that are layout; other tensors have none, so
     that pictures are drawn once and not kept."""
     with torch.random.fork_rng(devices=[]):
-        made = _alike(loaded, size)
+        made = _alike(loaded, size, seed)
     layout = [t for name, t in named_tensors(made).items() if not t.is_floating_point() or name in loaded.layout]
     kept = {id(tensor) for tensor in layout if tensor.numel() <= MOST_KNOWN}
 

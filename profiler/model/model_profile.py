@@ -421,6 +421,9 @@ class ModelProfile(Document):
     decides_by_values: str = Field(
         default="", description="where it decides by the values of tensors what to compute: file:line and the operator"
     )
+    varying_sizes: str = Field(
+        default="", description="which tensors that would cross a cut have sizes that go by the numbers of a batch"
+    )
     global_batch: PositiveInt | None = Field(default=None, description="the model file's own suggestion")
     longest_seq_len: PositiveInt | None = Field(
         default=None, description="tokens per sample for which tables of positions have rows; None: no such table seen"

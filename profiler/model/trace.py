@@ -23,7 +23,7 @@ from ..tensor_cuts.context_trial import context_problem
 from ..tensor_cuts.tensor_cuts import Found, common_degree, find_cuts
 from .batches import batch_problem, list_of_samples
 from .building import WAS_SPARSE
-from .chain import Layer, LayerChain, observe, shapes_at
+from .chain import Layer, LayerChain, observe, shapes_at, sizes_by_numbers
 from .class_costs import Costed, layer_class_of
 from .coupling import Coupling, samples_of
 from .crossing_tensors import batch_tensors, crossing_tensors
@@ -214,6 +214,7 @@ def _profile(
             "context_problem": context_problem(fake, profile.expert_modules, profile.layers),
             "coupling": coupling.words if coupling is not None and coupling.much else "",
             "gradient_problem": samples.gradients,
+            "varying_sizes": sizes_by_numbers(fake, chain, 2),
             "notes": (*_slight(coupling), *profile.notes),
         }
     )
@@ -499,6 +500,7 @@ def _fingerprint(profile: ModelProfile) -> str:
         "context_problem",
         "coupling",
         "gradient_problem",
+        "varying_sizes",
         "batch_problem",
         "sharding_problem",
         "hooks_gradients",
