@@ -102,6 +102,13 @@ def test_gradients_that_do_not_follow_the_loss_are_of_one_micro_batch(name: str,
     assert micro_batch_rule(profile, 1, 1, pinned=False) is None
 
 
+def test_a_batch_with_the_number_of_its_samples_is_drawn_and_not_repeated() -> None:
+    profile = trace(odd("nodes_of_graphs"))
+
+    assert "goes the way of its batch function's integers" in profile.notes[0]
+    assert "counts rows of all samples" in profile.batch_problem
+
+
 def test_sizes_by_the_numbers_of_a_batch_are_sent_between_no_stages() -> None:
     with pytest.raises(ValueError, match=r"pipeline: what embed returns is \[2, \d+, 32\] in one batch of 2"):
         planned(odd("longest_in_batch"), pipeline=2)

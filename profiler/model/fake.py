@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ..threads import one_thread
 from .batches import named_tensors
@@ -284,9 +284,14 @@ def _same_numbers() -> Iterator[None]:
 
 
 def _alike(loaded: LoadedModel, size: int, seed: int = 0) -> Batch:
-    """A batch of one sample, `size` times: always the same."""
+    """A batch of one sample, `size` times: always the same. Where a number in it says how many there are it cannot be
+    repeated, and is drawn."""
     torch.manual_seed(seed)
     one, two = loaded.batch(1), loaded.batch(2)
+    (leaves, tree), (others, its_tree) = tree_flatten(one), tree_flatten(two)
+    if tree != its_tree or any(isinstance(a, int | float) and a != b for a, b in zip(leaves, others, strict=True)):
+        torch.manual_seed(seed)
+        return loaded.batch(size)
     made: Batch = tree_map(lambda a, b: _repeated(a, b, size) if isinstance(a, torch.Tensor) else a, one, two)
     return made
 
