@@ -179,13 +179,17 @@ def check_devices(plan: Plan, device: torch.device) -> None:
 
 
 def tell_batch_norms(model: nn.Module, plan: Plan, rank: int) -> None:
-    """Say once, in the log of the first rank, that batch norms do not see the batch that one device would normalise."""
+    """Say once, in the log of the first rank, that batch norms do not see the batch that one device would normalise.
+
+    model: in training mode."""
     if plan.micro_batch == plan.training.global_batch or rank != 0:
         return
     found = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and not isinstance(module, nn.SyncBatchNorm)
+        and (module.training or not module.track_running_stats)
     ]
     if found:
         _log.warning(

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ..planner.plan.document import Plan, load_plan
 from ..planner.plan.not_run import not_run
+from ..profiler.model.building import in_training
 from ..profiler.model.forward_state import undone
 from ..profiler.model.loaded import split_inputs
 from .agreement import (
@@ -204,7 +205,7 @@ def parallelize(
         if watch is not None:
             watch.see_exceptions()
         check_own_device(mesh)
-        tell_batch_norms(whole, plan, mesh.rank)
+        tell_batch_norms(in_training(whole), plan, mesh.rank)
         drawn = RandomNumbers(whole, plan, mesh, seed)
         if loss is not None:
             parts = plan.num_microbatches * plan.degrees.data

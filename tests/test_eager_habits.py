@@ -27,6 +27,7 @@ from meshwright.planner.plan.legality import micro_batch_rule, sharding_rule
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.building import in_training
 from meshwright.profiler.model.forward_state import TensorsRead, places_of, put_back, taken
 from meshwright.profiler.model.trace import trace
 from support.habits import GLOBAL_BATCH, WIDTH, habit, pairs, planned, run, squared
@@ -891,6 +892,23 @@ def test_batch_norms_are_no_coupling_that_a_plan_has_to_keep() -> None:
     norm = nn.Sequential(_linear(), nn.BatchNorm1d(WIDTH), _linear())
 
     assert trace(habit(lambda: norm)).coupling == ""
+
+
+def test_a_train_of_its_own_is_called_and_what_is_frozen_stays_so() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.other, self.features = nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.BatchNorm1d(4).eval()
+
+        def train(self, mode: bool = True) -> "Keeps":
+            super().train(mode)
+            self.norm.eval()
+            return self
+
+    model = in_training(nn.Sequential(Keeps()))
+
+    assert [m.training for m in model[0].children()] == [False, True, False]  # type: ignore[operator, union-attr]
+    assert in_training(nn.Linear(1, 1).eval()).training
 
 
 def test_a_mean_over_the_batch_couples() -> None:

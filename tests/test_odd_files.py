@@ -102,6 +102,10 @@ def test_gradients_that_do_not_follow_the_loss_are_of_one_micro_batch(name: str,
     assert micro_batch_rule(profile, 1, 1, pinned=False) is None
 
 
+def test_batch_norms_that_are_kept_frozen_are_not_said_to_see_the_batch() -> None:
+    assert not [note for note in trace(odd("frozen_norms")).notes if "micro-batch" in note]
+
+
 def test_a_batch_with_the_number_of_its_samples_is_drawn_and_not_repeated() -> None:
     profile = trace(odd("nodes_of_graphs"))
 

@@ -35,9 +35,18 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 def in_training(module: nn.Module) -> nn.Module:
     """The module in the mode in which it is trained: as its constructor leaves it, so that what is frozen by .eval()
-    inside of it stays so; all of it in training mode where it is handed over in evaluation mode, as by from_pretrained.
+    inside of it stays so, but for what a train() of its own does (keep batch norms frozen), which every training loop
+    calls; all of it in training mode where it is handed over in evaluation mode, as by from_pretrained.
     """
-    return module if module.training else module.train()
+    if not module.training:
+        return module.train()
+    frozen = [part for part in module.modules() if not part.training]
+    for part in list(module.modules()):
+        if part.training and ("train" in vars(part) or type(part).train is not nn.Module.train):
+            part.train(True)
+    for part in frozen:
+        part.training = False
+    return module
 
 
 def _asks_for_numbers(error: BaseException) -> bool:

@@ -412,12 +412,14 @@ def _uncut(classes: Sequence[LayerClass]) -> tuple[str, ...]:
 def _batch_norms(fake: FakeModel) -> tuple[str, ...]:
     """A note where statistics run over the micro-batch of one rank, so that they change with the layout."""
     kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
-    modules = [name for name, m in fake.module.named_modules() if isinstance(m, kinds)]
-    if not modules:
+    norms = {name: m for name, m in fake.module.named_modules() if isinstance(m, kinds)}
+    names = [name for name, norm in norms.items() if norm.training or not norm.track_running_stats]
+    if not names:
         return ()
+    others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return (
-        f"{modules[0]} and {len(modules) - 1} others normalise over the micro-batch of one rank, so the numbers "
-        "change with data parallelism and micro-batch, as in any framework; group norm would not",
+        f"{names[0]}{others} takes its statistics from the micro-batch of one rank, so the numbers change with data "
+        "parallelism and micro-batch, as in any framework; group norm would not",
     )
 
 

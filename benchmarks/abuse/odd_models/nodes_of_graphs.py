@@ -36,7 +36,7 @@ def batch(size):
     nodes = [3 + i % 4 for i in range(size)]
     graph = torch.repeat_interleave(torch.arange(size), torch.tensor(nodes))
     starts = [sum(nodes[:i]) for i in range(size)]
-    edges = torch.cat([start + torch.randint(count, (2, 8)) for start, count in zip(starts, nodes)], 1)
+    edges = torch.cat([start + torch.randint(count, (2, 8)) for start, count in zip(starts, nodes, strict=True)], 1)
     return {
         "x": torch.randn(sum(nodes), 32),
         "edges": edges,
