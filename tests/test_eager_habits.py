@@ -894,6 +894,21 @@ def test_batch_norms_are_no_coupling_that_a_plan_has_to_keep() -> None:
     assert trace(habit(lambda: norm)).coupling == ""
 
 
+def test_what_the_first_batch_leaves_for_all_others_is_told() -> None:
+    class Centres(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.mean = _linear(), _linear(), None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.mean is None:
+                self.mean = x.mean(0)  # type: ignore[assignment]
+            out: torch.Tensor = self.second(torch.tanh(self.first(x - self.mean)))
+            return out
+
+    assert any("mean is written" in note for note in trace(habit(Centres)).notes)
+
+
 def test_a_train_of_its_own_is_called_and_what_is_frozen_stays_so() -> None:
     class Keeps(nn.Module):
         def __init__(self) -> None:

@@ -102,6 +102,14 @@ def test_gradients_that_do_not_follow_the_loss_are_of_one_micro_batch(name: str,
     assert micro_batch_rule(profile, 1, 1, pinned=False) is None
 
 
+@pytest.mark.parametrize("name", ["mask_kept", "rotary_cached"])
+def test_what_is_made_of_sizes_alone_and_kept_is_no_state(name: str) -> None:
+    profile = trace(odd(name))
+
+    assert len(profile.layers) == 6
+    assert not [note for note in profile.notes if "every forward" in note]
+
+
 def test_batch_norms_that_are_kept_frozen_are_not_said_to_see_the_batch() -> None:
     assert not [note for note in trace(odd("frozen_norms")).notes if "micro-batch" in note]
 
@@ -143,6 +151,7 @@ def test_bounds_of_rows_are_not_cut() -> None:
         ("one_object", {"pipeline": 2}),
         ("rotary_cached", {"pipeline": 2}),
         ("held_by_first", {"pipeline": 2}),
+        pytest.param("mask_kept", {"pipeline": 2}, marks=pytest.mark.slow),
         pytest.param("norm_of_all", {"pipeline": 2, "schedule": "interleaved"}, marks=pytest.mark.slow),
         pytest.param("reentrant", {"data_replicate": 2}, marks=pytest.mark.slow),
         pytest.param("ragged", {"pipeline": 2, "schedule": "gpipe"}, marks=pytest.mark.slow),

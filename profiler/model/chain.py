@@ -174,6 +174,9 @@ def _observe(
             watch = ChainWatch(fake, units, most_operators)
             swaps = patch.object(stateless, "_functional_call", _noting_swaps(stateless._functional_call, watch))
             grads = patch.object(torch.autograd, "grad", _noting(torch.autograd.grad, watch))
+            watch.from_batch = {
+                watch.storages.number(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)
+            }
             with watch, watch.producers, grads, swaps, _noting_hooks(watch), watch.noting_repeated():
                 loss = fake.loss(batch, before_loss=watch.start_loss, note_left=True)
                 _check_loss(fake, watch)
@@ -183,7 +186,10 @@ def _observe(
         if fake.left:
             batches = fake.batch(size, seq_len), fake.batch(size, seq_len)  # here: in fake mode they had no numbers
             with fake.running():
-                watch.inputs.read_again = fake.read_again(batches)
+                again = fake.read_again(batches)
+            watch.inputs.read_again = [
+                place for place, renewed in again.items() if renewed or watch.is_of_numbers(fake.left[place])
+            ]
         chain = _build_chain(fake, units, watch)
         return replace(chain, notes=(*chain.notes, *own))
 

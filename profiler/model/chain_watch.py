@@ -192,6 +192,7 @@ class ChainWatch(Mode):
         self.storage_made: dict[int, int] = {}
         self.storage_reads: dict[int, set[int]] = defaultdict(set)
         self.from_parameters: set[int] = set()
+        self.from_batch: set[int] = set()
         self.producers = Producers(fake.module, units.names, on_produced=self._produced, on_start=self._start)
         self._parameters = {self.storages.number(p): name for name, p in reversed(list(fake.module.named_parameters()))}
         self._held = {name: (p, p.untyped_storage()) for name, p in fake.module.named_parameters()}
@@ -242,6 +243,11 @@ class ChainWatch(Mode):
         self.loss_from = self.cursor.index
         self.read_before_loss = set(self.events[-1].parameters)
 
+    def is_of_numbers(self, tensor: torch.Tensor) -> bool:
+        """Whether it was made of parameters, of draws or of the batch, and not of sizes alone."""
+        number = self.storages.number(tensor)
+        return number in self.from_parameters or number in self.from_batch
+
     def graph(self) -> nx.DiGraph:
         """The events by number, and the tensors that are read after the event that made them; each node of one has the
         number of its `storage`. What depends on no parameter is left out: every stage makes it itself."""
@@ -268,6 +274,7 @@ class ChainWatch(Mode):
         here = self.cursor.index
         shapes = []
         tainted = draws(func)  # other stages would draw other numbers
+        given = False
         if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
             made = self.storage_made.get(self.storages.number(args[0]), here)
             self.inputs.overwrites |= made < here
@@ -281,6 +288,7 @@ class ChainWatch(Mode):
                 tainted = True
                 continue
             tainted |= number in self.from_parameters
+            given |= number in self.from_batch
             if number in self.storage_made:
                 self.storage_reads[number].add(here)
             if id(tensor) in self.made:
@@ -292,6 +300,8 @@ class ChainWatch(Mode):
                 self.storage_made.setdefault(number, here)
                 if tainted:
                     self.from_parameters.add(number)
+                if given:
+                    self.from_batch.add(number)
         event.operators.append((func, tuple(shapes)))
         kind, name, _ = event.key
         self._check_loop(len(event.operators), name if kind == "module" else "")

@@ -132,14 +132,18 @@ class FakeModel:
     def _held(self) -> dict[str, torch.Tensor]:
         return {**dict(self.module.named_buffers()), **dict(held_beside(self.module))}
 
-    def read_again(self, batches: tuple[Batch, Batch]) -> list[str]:
-        """Places of what one forward leaves behind and the next one reads."""
+    def read_again(self, batches: tuple[Batch, Batch]) -> dict[str, bool]:
+        """Places of what one forward leaves behind and the next one reads, each with whether that one leaves something
+        else there again: what it keeps was made for good (a mask of a length)."""
         with undone(self.module):
             self.next_loss(batches[0])
-            read = TensorsRead({place: tensor for place, tensor in self._held().items() if place in self.left})
+            before = {place: (t, t._version) for place, t in self._held().items() if place in self.left}
+            read = TensorsRead({place: tensor for place, (tensor, _) in before.items()})
             with read:
                 self.next_loss(batches[1])
-        return read.places
+            now = self._held()
+            kept = {place for place, (t, version) in before.items() if now.get(place) is t and t._version == version}
+        return {place: place not in kept for place in read.places}
 
     @cached_property
     def _places(self) -> list[Changeable]:
