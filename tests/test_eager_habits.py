@@ -662,6 +662,17 @@ def test_weights_that_no_optimizer_would_step_as_eager_does_are_refused(build: A
         trace(habit(build))
 
 
+def test_parameters_may_be_parts_of_one_storage() -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(_linear(), nn.Tanh(), _linear())
+        whole = torch.randn(2 * WIDTH, WIDTH)
+        for i in range(2):
+            model[2 * i].weight.data = whole[i * WIDTH : (i + 1) * WIDTH]  # type: ignore[union-attr]
+        return model
+
+    assert trace(habit(build)).num_parameters == 2 * (WIDTH + 1) * WIDTH
+
+
 def test_a_loss_that_reads_a_model_by_itself_is_refused() -> None:
     made: list[nn.Module] = []
 

@@ -251,16 +251,21 @@ def _buffers(module: nn.Module) -> tuple[BufferProfile, ...]:
 
 
 def _check_memory(loaded: LoadedModel, module: nn.Module) -> None:
-    """Raises ValueError where two parameters are in one memory."""
-    held: dict[int, str] = {}
+    """Raises ValueError where two parameters are in one memory; they may be parts of one that do not meet."""
+    held: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in module.named_parameters():
-        if parameter.layout is torch.strided and parameter.numel():
-            other = held.setdefault(parameter.untyped_storage()._cdata, name)
-            if other != name:
+        if parameter.layout is not torch.strided or not parameter.numel():
+            continue
+        first = int(parameter.storage_offset())
+        last = first + sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
+        others = held.setdefault(parameter.untyped_storage()._cdata, [])
+        for begins, ends, other in others:
+            if first <= ends and begins <= last:
                 raise ValueError(
                     f"{name} and {other} of {loaded.source} are two parameters in one memory, into which an optimizer "
                     f"writes twice; let it be one parameter: module.weight = other.weight, without .data"
                 )
+        others.append((first, last, name))
 
 
 def _check_layouts(loaded: LoadedModel, module: nn.Module) -> None:
