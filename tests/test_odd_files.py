@@ -37,6 +37,7 @@ def odd(name: str) -> LoadedModel:
         ("all_frozen", "nothing to train"),
         ("first_batch_scales", "writes into the parameter 1.scale"),
         ("penalty_by_name", "reads 0.bias, which is not in the output"),
+        ("subclassed_parameters", "reads place of 0.weight"),
         ("batch_dataclass", "gives an object of Inputs at .0., whose tensors are cut into no micro-batches"),
     ],
 )

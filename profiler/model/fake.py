@@ -62,6 +62,8 @@ class FakeModel:
     computed of nothing else: what the model decides by them it decides as it does with real tensors."""
     kept_as: Mapping[str, KeptAs] = field(default_factory=dict)
     """How frozen parameters are kept that are not kept as all others are, by full name."""
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    """What the constructor has written onto parameters, by name, with the first that has it."""
     left: dict[str, torch.Tensor] = field(default_factory=dict)
     """What its last forward has left behind in attributes, lists and the like, by place; it is gone by then."""
     _laid_out: dict[tuple[int, int | None], Batch] = field(default_factory=dict)
@@ -181,6 +183,13 @@ class FakeModel:
                     f"{self.loaded.source} casts or moves the weights of a module in its forward ({place_of(error)}), "
                     "which are not there as a whole under sharding: do it once, where the model is built"
                 ) from error
+            attribute = error.name if isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor) else ""
+            if attribute and attribute in self.attributes:
+                raise ValueError(
+                    f"the forward of {self.loaded.source} reads {attribute} of {self.attributes[attribute]} "
+                    f"({place_of(error)}), in whose place another tensor stands under sharding and in mixed precision: "
+                    "keep it on the module"
+                ) from error
             if "cuda" in str(error).lower():
                 raise ValueError(
                     f"{self.loaded.source} moves tensors to a GPU itself ({place_of(error)}), which is for the trainer "
@@ -219,10 +228,11 @@ def fake_model(loaded: LoadedModel, dtype: torch.dtype, knows_layout: bool = Fal
     _check_layouts(loaded, module)
     _check_memory(loaded, module)
     listed, trained_as, whole, kept = _buffers(module), _trained_as(module), whole_because(module), kept_as(module)
+    attributes = {key: name for name, p in reversed(list(module.named_parameters())) for key in vars(p)}
     uncast = _to_fake(module, mode, dtype)
     knows_layout = knows_layout or bool(loaded.layout) or bool(loaded.choices)
     module = in_training(module)
-    return FakeModel(loaded, module, mode, dtype, listed, uncast, trained_as, whole, knows_layout, kept)
+    return FakeModel(loaded, module, mode, dtype, listed, uncast, trained_as, whole, knows_layout, kept, attributes)
 
 
 def real_model(loaded: LoadedModel) -> FakeModel:
