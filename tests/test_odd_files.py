@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.abuse.folder import is_well, table_of
-from meshwright.planner.plan.legality import micro_batch_rule, sharding_rule
+from meshwright.planner.plan.legality import legal_cuts, micro_batch_rule, sharding_rule
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.trace import trace
@@ -122,9 +122,18 @@ def test_a_batch_with_the_number_of_its_samples_is_drawn_and_not_repeated() -> N
     assert "counts rows of all samples" in profile.batch_problem
 
 
-def test_sizes_by_the_numbers_of_a_batch_are_sent_between_no_stages() -> None:
-    with pytest.raises(ValueError, match=r"pipeline: what embed returns is \[2, \d+, 32\] in one batch of 2"):
-        planned(odd("longest_in_batch"), pipeline=2)
+@pytest.mark.parametrize(
+    ("name", "most", "words"),
+    [
+        ("longest_in_batch", 1, r"what embed returns is \[2, \d+, 32\] in one batch of 2"),
+        ("early_heads", 2, "what add returns between layers is not there, or another tensor, in evaluation"),
+    ],
+)
+def test_what_is_not_the_same_in_every_run_is_sent_between_no_stages(name: str, most: int, words: str) -> None:
+    assert len(legal_cuts(trace(odd(name)))) == most - 1
+
+    with pytest.raises(ValueError, match=f"cut into .{most}.: {words}"):
+        planned(odd(name), ranks=4, pipeline=4)
 
 
 def test_what_a_pin_leaves_is_not_laid_to_cuts_that_nobody_asked_for() -> None:

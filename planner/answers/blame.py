@@ -74,7 +74,7 @@ def _of_a_pin(profile: ModelProfile, training: TrainingSpec, left: Pins) -> str 
     if left.schedule not in (None, "none") and left.pipeline != 1:
         ranks = left.pipeline or 2
         stages = ranks * ((left.virtual_stages or 2) if left.schedule in ("interleaved", "zb-v") else 1)
-        if profile.decides_by_values or profile.varying_sizes:
+        if profile.decides_by_values:
             return pipeline_rule(profile, ranks, places)
         if places < stages:
             return (

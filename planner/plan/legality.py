@@ -239,16 +239,13 @@ def pipeline_rule(profile: ModelProfile, pipeline: int, most_stages: int) -> str
             f"pipeline: {profile.decides_by_values} decides by values, which the other stages have not; replicas (DDP) "
             "are fine"
         )
-    if profile.varying_sizes:
-        return (
-            f"pipeline: {profile.varying_sizes}, and stages exchange tensors of one size; let all batches be padded "
-            "alike, or use replicas and shards, which are fine"
-        )
     return f"pipeline={pipeline} has more stages than the model can be cut into ({most_stages}){held_together(profile)}"
 
 
 def held_together(profile: ModelProfile) -> str:
     """What keeps most layers on one stage, a weight or the forward itself, in words to follow a rule; "" if nothing."""
+    if profile.pipeline_problem:
+        return f": {profile.pipeline_problem}"
     joined = [note for note in profile.notes if note.endswith(("is one layer", "are one layer"))]
     if whole := [note for note in joined if note.endswith("so all of it is one layer")]:
         return f": {whole[0]}"
@@ -316,10 +313,16 @@ def check_parts(profile: ModelProfile, recompute: Recompute | None) -> None:
 def legal_cuts(profile: ModelProfile) -> list[int]:
     """Layers before which a stage may begin: the cut points of the model's graph. Where no layers share a weight these
     are all but the first, and no graph is made: networkx takes a tenth of a second to import. A model that decides by
-    values stays whole: the other stages have no values to decide by; so does one whose tensors have sizes that nobody
-    knows before."""
-    if profile.decides_by_values or profile.varying_sizes:
+    values stays whole: the other stages have no values to decide by. Nothing is cut where a tensor would cross that is
+    not the same in every run."""
+    if profile.decides_by_values:
         return []
+    varying = [tensor for tensor in profile.tensors if tensor.varies]
+    cuts = _whole_cuts(profile)
+    return [cut for cut in cuts if not any(t.made_by < cut <= t.last_used_by for t in varying)] if varying else cuts
+
+
+def _whole_cuts(profile: ModelProfile) -> list[int]:
     if not shares_weights(profile):
         return list(range(1, len(profile.layers)))
     from ...profiler.model.layer_graph import cut_points, graph_of

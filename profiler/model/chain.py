@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from ..semantics.draws import dice
 from ..semantics.producers import Producers, is_wrapped
 from .chain_watch import CallEvent, ChainWatch, Cursor, Key, recording_outputs, stubbed
-from .fake import FakeModel
+from .fake import DecidesByValuesError, FakeModel
 from .layer_graph import bytes_over, maker_of, tensors_of, wired
 from .layer_units import Units, find_units
 from .loaded import Batch
@@ -375,24 +375,60 @@ def run_first_of_each_class(
     return shapes
 
 
-def sizes_by_numbers(fake: FakeModel, chain: LayerChain, size: int) -> str:
-    """What would cross a cut in a size that goes by the numbers of a batch, in words; '' if nothing is seen to. Only
-    where these are known: else no number decides."""
-    if not fake.knows_layout:
-        return ""
-    for draw in range(1, _BATCHES + 1):
-        try:
-            shapes = run_first_of_each_class(fake, chain, fake.other_batch(size, draw)).tensors
-        except ValueError:  # it goes another way, of which nothing is known
-            continue
-        for crossing in chain.crossings:
-            found, seen = shapes.get(crossing.producer), crossing.spec
-            if found is not None and found.shape != seen.shape:
-                return (
-                    f"what {crossing.producer.name} returns is {list(seen.shape)} in one batch of {size} and "
-                    f"{list(found.shape)} in another, by their numbers"
-                )
-    return ""
+def unlike_crossings(fake: FakeModel, chain: LayerChain, size: int) -> tuple[str, frozenset[Producer]]:
+    """(what would cross a cut and is not the same in every run, in words; all such). '' if nothing is seen to: in its
+    size by the numbers of the batch, where integers are known by which the model decides, or at all in evaluation."""
+    if fake.mode is None or len(chain.layers) == 1:
+        return "", frozenset()
+    told, unlike = "", set[Producer]()
+    for draw in range(1, _BATCHES + 1) if fake.knows_layout else ():
+        for crossing, seen in _unlike(fake, chain, fake.other_batch(size, draw)):
+            unlike.add(crossing.producer)
+            told = told or (
+                f"what {crossing.producer.name} returns is {list(crossing.spec.shape)} in one batch of {size} and "
+                f"{list(seen.shape) if seen else 'missing'} in another, by their numbers, and stages exchange tensors "
+                "of one size (pad all batches alike)"
+            )
+    with _in_evaluation(fake.module):
+        missed = _unlike(fake, chain, fake.batch(size, fake.loaded.seq_len))
+    for crossing, _ in missed:
+        unlike.add(crossing.producer)
+        told = told or (
+            f"what {crossing.producer.name} returns between layers is not there, or another tensor, in evaluation, and "
+            "stages exchange the same as in training (let what goes by self.training be in a layer, or at the end)"
+        )
+    return told, frozenset(unlike)
+
+
+def _unlike(fake: FakeModel, chain: LayerChain, batch: Batch) -> list[tuple[Crossing, TensorSpec | None]]:
+    """The crossing tensors that are of another shape in a run of that batch, and what they are there. Once another
+    function runs between layers than before, the how-manieth of its kind says no more which tensor is meant."""
+    try:
+        shapes = run_first_of_each_class(fake, chain, batch).tensors
+    except (ValueError, DecidesByValuesError):  # it goes another way, of which nothing is known
+        return []
+    before = list(chain.shapes.tensors)
+    same = next(
+        (i for i, (a, b) in enumerate(zip(before, shapes, strict=False)) if a != b), min(len(before), len(shapes))
+    )
+    counted = {producer for producer in before[same:] if producer.kind == "glue"}
+    found = [(c, None if c.producer in counted else shapes.get(c.producer)) for c in chain.crossings]
+    return [(crossing, seen) for crossing, seen in found if seen is None or seen.shape != crossing.spec.shape]
+
+
+@contextmanager
+def _in_evaluation(module: nn.Module) -> Iterator[None]:
+    """Torch's fast path of nn.TransformerEncoder is off, as where plans evaluate."""
+    modes = [(part, part.training) for part in module.modules()]
+    was_fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    module.eval()
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_fast)
+        for part, training in modes:
+            part.training = training
 
 
 def _build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain:

@@ -348,6 +348,9 @@ class CrossingTensor(Frozen):
     saved_in_fp32_by: tuple[int, ...] | None = Field(
         default=None, description="where the compute dtype is fp32, if others: one that casts first saves this there"
     )
+    varies: bool = Field(
+        default=False, description="it is not there, or of another size, in some runs, so no stage begins behind it"
+    )
     same_as: NonNegativeInt | None = Field(
         default=None, description="index of the first tensor with this memory, if handed on"
     )
@@ -421,8 +424,8 @@ class ModelProfile(Document):
     decides_by_values: str = Field(
         default="", description="where it decides by the values of tensors what to compute: file:line and the operator"
     )
-    varying_sizes: str = Field(
-        default="", description="which tensors that would cross a cut have sizes that go by the numbers of a batch"
+    pipeline_problem: str = Field(
+        default="", description="which tensors that would cross a cut are not the same in every run, in words"
     )
     global_batch: PositiveInt | None = Field(default=None, description="the model file's own suggestion")
     longest_seq_len: PositiveInt | None = Field(

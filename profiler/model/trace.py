@@ -23,7 +23,7 @@ from ..tensor_cuts.context_trial import context_problem
 from ..tensor_cuts.tensor_cuts import Found, common_degree, find_cuts
 from .batches import batch_problem, list_of_samples
 from .building import WAS_SPARSE
-from .chain import Layer, LayerChain, observe, shapes_at, sizes_by_numbers
+from .chain import Layer, LayerChain, observe, shapes_at, unlike_crossings
 from .class_costs import Costed, layer_class_of
 from .coupling import Coupling, samples_of
 from .crossing_tensors import batch_tensors, crossing_tensors
@@ -209,12 +209,14 @@ def _profile(
     profile, costed = _profile_at(fake, chain, sizes, found, problem, notes, progress)
     samples = samples_of(loaded, profile, sizes)
     coupling = samples.coupling
+    problem_of_cuts, unlike = unlike_crossings(fake, chain, 2)
     profile = profile.model_copy(
         update={
             "context_problem": context_problem(fake, profile.expert_modules, profile.layers),
             "coupling": coupling.words if coupling is not None and coupling.much else "",
             "gradient_problem": samples.gradients,
-            "varying_sizes": sizes_by_numbers(fake, chain, 2),
+            "pipeline_problem": problem_of_cuts,
+            "tensors": tuple(t.model_copy(update={"varies": t.producer in unlike}) for t in profile.tensors),
             "notes": (*_slight(coupling), *profile.notes),
         }
     )
@@ -502,7 +504,7 @@ def _fingerprint(profile: ModelProfile) -> str:
         "context_problem",
         "coupling",
         "gradient_problem",
-        "varying_sizes",
+        "pipeline_problem",
         "batch_problem",
         "sharding_problem",
         "hooks_gradients",
@@ -510,6 +512,7 @@ def _fingerprint(profile: ModelProfile) -> str:
         "untrained",
     }
     left_out: dict[str, Any] = {**dict.fromkeys(told, True), "batch": {"__all__": {"counts_rows"}}}
+    left_out["tensors"] = {"__all__": {"varies"}}
     kernels: dict[str, Any] = {"operators": {"__all__": {"kernels"}}}  # amounts tell them, too
     each = {"whole": kernels, "tensor": kernels, "sequence": kernels}
     each |= {"tensor_alone": {"__all__": kernels}, "sequence_without": {"__all__": kernels}}
