@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..cost.simulate import even_step_s
 from ..plan.document import Recompute
 from ..plan.pins import Pins
-from ..plan.schedules import is_chunked
+from ..plan.schedules import ZERO_BUBBLE, is_chunked
 from .chunked import Chunking
 from .fluid import Table
 from .memory_bounds import MemoryBounds
@@ -33,11 +33,13 @@ class _OnKind:
     """What a family's shapes take on one kind of device.
 
     layers: seconds of a micro-batch, and what is held; where nothing is known of what layers keep, they hold nothing,
-    in no room. once_s: table of seconds of a layer per step; waits_s: column of seconds that all transfers of a
-    micro-batch take; twice_s: of what the optimizer's seconds have too much. flights: [rank] -> micro-batches, at its
-    stage of fewest; whole: micro-batches of each stage, and what whole layers cost, if it is known."""
+    in no room. way_s: table of seconds that a micro-batch takes in a layer on its way there and back; once_s: of a
+    layer per step; waits_s: column of seconds that all transfers of a micro-batch take; twice_s: of what the
+    optimizer's seconds have too much. flights: [rank] -> micro-batches, at its stage of fewest; whole: micro-batches of
+    each stage, and what whole layers cost, if it is known."""
 
     layers: DeviceColumns
+    way_s: Floats
     once_s: Floats
     waits_s: Floats
     twice_s: Floats
@@ -78,12 +80,11 @@ class UnequalBounds:
         busiest, *slowest = least_slowest_of_unequal_s(layers, ranks, on[0].flights, counts, cases)
         fits = np.isfinite(busiest)
         step_s = count * np.where(fits, busiest, 0.0) - np.max([each.twice_s for each in on], axis=0)
+        way_s = counts @ np.min([each.way_s for each in on], axis=0) + np.min([each.waits_s for each in on], axis=0)
         if is_even:
-            pass_s = counts @ np.min([each.layers.each_s for each in on], axis=0)
-            pass_s += np.min([each.waits_s for each in on], axis=0)
-            passes = family.schedule, family.pipeline, count, np.where(fits, slowest[0], 0.0), pass_s
-            step_s = np.maximum(step_s, even_step_s(*passes))
-        return np.where(fits, np.maximum(step_s, least), np.inf)
+            passes = family.schedule, family.pipeline, count, np.where(fits, slowest[0], 0.0), way_s
+            way_s = even_step_s(*passes)
+        return np.where(fits, np.maximum(np.maximum(step_s, way_s), least), np.inf)
 
     def _without_order(self, leaves: Leaves) -> tuple[Leaves, Ints]:
         """(leaves without the order of kinds, [leaf] -> which of them): layers cost the same in every order."""
@@ -100,6 +101,7 @@ class UnequalBounds:
         bounds, everything, num_ranks = memory.bounds, np.arange(len(leaves.each)), family.pipeline
         fastest, data = bounds.fastest(family, leaves, recompute, pins.reshard), bounds.data(family, leaves)
         many = memory.layers(family, leaves, everything, recompute, pins)
+        weights_s = bounds.weights_s(family) if family.schedule in ZERO_BUBBLE else np.zeros(len(bounds.kinds))
         flights, whole = np.zeros(num_ranks), None
         if many is None:
             nothing = [np.zeros(1) for _ in bounds.kinds]
@@ -115,6 +117,7 @@ class UnequalBounds:
             held = np.array([run.fixed for run in each]), *ways, rooms
         return _OnKind(
             layers=DeviceColumns(fastest.microbatch_s, *held),
+            way_s=fastest.microbatch_s - weights_s[:, None],
             once_s=fastest.once_s + data.optimizer_s,
             waits_s=bounds.least_waits_s(family, leaves),
             twice_s=data.twice_s,
