@@ -38,6 +38,7 @@ def odd(name: str) -> LoadedModel:
         ("first_batch_scales", "writes into the parameter 1.scale"),
         ("penalty_by_name", "reads 0.bias, which is not in the output"),
         ("subclassed_parameters", "reads place of 0.weight"),
+        ("flexible_scores", "uses flex_attention"),
         ("batch_dataclass", "gives an object of Inputs at .0., whose tensors are cut into no micro-batches"),
     ],
 )
@@ -103,7 +104,7 @@ def test_gradients_that_do_not_follow_the_loss_are_of_one_micro_batch(name: str,
     assert micro_batch_rule(profile, 1, 1, pinned=False) is None
 
 
-@pytest.mark.parametrize("name", ["mask_kept", "rotary_cached"])
+@pytest.mark.parametrize("name", ["mask_kept", "mask_of_activations", "rotary_cached"])
 def test_what_is_made_of_sizes_alone_and_kept_is_no_state(name: str) -> None:
     profile = trace(odd(name))
 
@@ -162,6 +163,8 @@ def test_bounds_of_rows_are_not_cut() -> None:
         ("rotary_cached", {"pipeline": 2}),
         ("held_by_first", {"pipeline": 2}),
         pytest.param("mask_kept", {"pipeline": 2}, marks=pytest.mark.slow),
+        pytest.param("mask_of_activations", {"pipeline": 2}, marks=pytest.mark.slow),
+        pytest.param("two_views", {"data_replicate": 2}, marks=pytest.mark.slow),
         pytest.param("norm_of_all", {"pipeline": 2, "schedule": "interleaved"}, marks=pytest.mark.slow),
         pytest.param("reentrant", {"data_replicate": 2}, marks=pytest.mark.slow),
         pytest.param("ragged", {"pipeline": 2, "schedule": "gpipe"}, marks=pytest.mark.slow),

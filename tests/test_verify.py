@@ -377,6 +377,15 @@ def test_what_rounding_does_to_one_process_it_may_do_to_a_plan() -> None:
     assert not compared(REPORT, one, run(parameter=float("nan")), exact).ok
 
 
+def test_a_loss_of_which_rounding_leaves_few_digits_is_held_against_exact_numbers() -> None:
+    one, plan, exact = run(loss=1.0004), run(loss=1.0001), run(loss=1.0)
+
+    assert not compared(REPORT, one, plan).ok
+    assert compared(REPORT, one, plan, exact).ok
+    assert not compared(REPORT, one, run(loss=1.01), exact).ok
+    assert not compared(REPORT, one, run(loss=float("nan")), exact).ok
+
+
 def test_not_a_number_is_a_difference() -> None:
     assert not compared(REPORT, run(), run(parameter=float("nan"))).ok
 

@@ -206,7 +206,7 @@ def _floor(expected: RunResult) -> float:
 def compared(
     report: VerifyReport, expected: RunResult, found: RunResult, exact: RunResult | None = None
 ) -> VerifyReport:
-    """The report with what differs between two runs. exact: one process in float64. The plan's tensors may be as far
+    """The report with what differs between two runs. exact: one process in float64. The plan's numbers may be as far
     from its as those of one process in fp32 are (_AS_FAR), however few digits rounding leaves."""
     missing = [f"gradient of {name}" for name in expected.gradients if name not in found.gradients]
     missing += [name for name in expected.parameters if name not in found.parameters]
@@ -257,8 +257,15 @@ def _nearer(expected: RunResult, found: RunResult, exact: RunResult) -> RunResul
         off, other = (float((x.detach().double() - true.detach()).abs().max()) for x in map(as_real, (a, b)))
         return b if other <= _AS_FAR * off else a
 
+    def number(a: float, b: float, true: float) -> float:
+        return nearer(*(torch.tensor([each], dtype=torch.float64) for each in (a, b, true))).item()
+
+    evaluated = [each for each in (expected.evaluated, found.evaluated, exact.evaluated) if each is not None]
     return replace(
         expected,
+        losses=[number(*each) for each in zip(expected.losses, found.losses, exact.losses, strict=True)],
+        norms=[number(*each) for each in zip(expected.norms, found.norms, exact.norms, strict=True)],
+        evaluated=number(*evaluated) if len(evaluated) == 3 else expected.evaluated,
         gradients={n: nearer(g, found.gradients[n], exact.gradients[n]) for n, g in expected.gradients.items()},
         parameters={n: nearer(p, found.parameters[n], exact.parameters[n]) for n, p in expected.parameters.items()},
     )

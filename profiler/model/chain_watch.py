@@ -25,6 +25,10 @@ from .repeated_forwards import noting_repeated
 from .run_shapes import OutputSpec, Shapes, TensorSpec
 from .token_loops import TokenByTokenError
 
+_OF_SIZES = {f"new_{name}" for name in ("empty", "full", "ones", "zeros", "empty_strided")}
+_OF_SIZES |= {f"{name}_like" for name in ("empty", "full", "ones", "zeros")}
+"""Operators that read of their inputs the size alone, by name."""
+
 Key = tuple[str, str, int]
 """(kind, name, call) of something that ran: a layer module, a glue function, or the loss."""
 
@@ -287,8 +291,9 @@ class ChainWatch(Mode):
                 event.parameters.add(self._parameters[number])
                 tainted = True
                 continue
-            tainted |= number in self.from_parameters
-            given |= number in self.from_batch
+            if func._overloadpacket.__name__ not in _OF_SIZES:
+                tainted |= number in self.from_parameters
+                given |= number in self.from_batch
             if number in self.storage_made:
                 self.storage_reads[number].add(here)
             if id(tensor) in self.made:

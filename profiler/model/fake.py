@@ -190,6 +190,11 @@ class FakeModel:
                     f"({place_of(error)}), in whose place another tensor stands under sharding and in mixed precision: "
                     "keep it on the module"
                 ) from error
+            if "FlexAttention" in str(error):
+                raise ValueError(
+                    f"{self.loaded.source} uses flex_attention ({place_of(error)}), whose backward torch has on GPUs "
+                    "alone, and profiles are made without one: use scaled_dot_product_attention, with a mask"
+                ) from error
             if "cuda" in str(error).lower():
                 raise ValueError(
                     f"{self.loaded.source} moves tensors to a GPU itself ({place_of(error)}), which is for the trainer "
