@@ -82,9 +82,13 @@ class Pool:
         self._found: dict[str, Entrant] = {}
 
     def add(self, plan: Plan, by: str, label: str = "") -> None:
-        """A plan, unless it is there, is not run by the executor, or needs hosts in another order than they are in."""
+        """A plan, unless it is there, is not run by the executor, or does not fit; one with hosts in another order than
+        they are in takes them as they are."""
+        if not in_order(plan):
+            hosts = plan.cluster.ordered_by(tuple(sorted(plan.cluster.first_hosts)))
+            plan = on_cluster(plan.model_copy(update={"cluster": hosts}), hosts, self._profile)[0]
         key = key_of(plan)
-        if key in self._found or not in_order(plan) or not_run(plan) or check(plan, self._profile):
+        if key in self._found or not_run(plan) or check(plan, self._profile):
             return
         name = self._free(label or _name(plan))
         priced, found = on_cluster(plan, plan.cluster, self._profile)
