@@ -130,8 +130,9 @@ def _why_on_kinds(plan: Plan, found: Estimate) -> Iterator[str]:
                 "multiple, would give each stage hosts that are alike"
             )
             return
+        mixed = "every stage has devices of several kinds" if shape.pipeline > 1 else "every GPU waits for all others"
         yield (
-            f"every stage has devices of several kinds, so all count as the slowest ({slowest}) with the least memory "
+            f"{mixed}, so all count as the slowest ({slowest}) with the least memory "
             f"({smallest}); a pipeline of {own} stages, or a multiple, would give each its own kind"
         )
         return

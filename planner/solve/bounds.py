@@ -151,7 +151,7 @@ class Bounds:
         seconds[~self._may_be_held(family, space)] = np.inf
         own = np.flatnonzero(~self._alike(leaves, np.arange(len(leaves.each))))
         if self._unequal is not None and len(own):
-            seconds[own] = self._unequal.seconds(family, leaves, own, recompute, pins, enough_s)
+            seconds[own] = self._unequal.seconds(family, leaves, own, recompute, pins, enough_s) * (1 - ROUNDING)
         return seconds
 
     def with_memory_s(
