@@ -454,7 +454,8 @@ def _on_unequal(prices: UnequalPrices) -> FluidLayers:
             seconds, own = (layers.forward_s, layers.backward_s, layers.weight_s), of_stages == kind
             joined[:, own] = np.array([layers.of_each(row)[:, option] for row in (*seconds, layers.bytes)])[:, own]
             once_s[own] = layers.once_s
-        runs.append(Layers(alike[0].count, *joined, once_s))
+        forward_s, backward_s, weight_s, held = joined
+        runs.append(Layers(alike[0].count, forward_s, backward_s, weight_s, held, once_s))
     shared = chain.counted_twice(prices.shape)
     end_s = -shared * max(map(_update_s, prices.by_kind))
     return runs, rooms.tolist(), min(map(_waited_s, prices.by_kind)), end_s, None

@@ -262,7 +262,7 @@ class Explorer:
             return found, least_s
         return Solved(shape, prices, better, better.seconds), least_s
 
-    def at(self, prices: StagePrices, cuts: Ints, cutoff_s: float) -> Solved | None:
+    def at(self, prices: StagePrices | UnequalPrices, cuts: Ints, cutoff_s: float) -> Solved | None:
         """The shape with these cuts, if that is faster than `cutoff_s`."""
         found = best_chunking(prices, [cuts], cutoff_s) if is_chunked(prices.shape.schedule) else _at(prices, cuts)
         seconds = math.inf if found is None else simulated_s(prices, found)
