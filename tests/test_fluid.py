@@ -214,7 +214,7 @@ def test_prices_of_one_shape_bound_itself_exactly_and_others_from_below(table: T
         for runs in both:
             many, flights = many_of(runs, table)
             rooms = np.full((table.num_ranks, 1), room)
-            bound = least_of_many_s(table, prices, many, flights, rooms, np.array([0.05]), np.zeros(1), scale)
+            bound = least_of_many_s(table, [prices], many, flights, rooms, np.array([0.05]), np.zeros(1), [scale])
             bounds.append(float(bound[0]))
 
         assert bounds[0] <= seconds[0] * (1 + 1e-3)
@@ -249,7 +249,7 @@ def test_kinds_in_any_order_take_no_longer_than_in_theirs_and_nearly_as_long(tab
             many, flights = many_of([replace(run, bytes=run.bytes[:1]) for run in runs], table)
             shape_rooms = np.full((table.num_ranks, 1), room)
             prices = free.prices[table][-1]
-            bound = least_of_many_s(table, prices, many, flights, shape_rooms, np.array([0.05]), np.zeros(1), 0.0)
+            bound = least_of_many_s(table, [prices], many, flights, shape_rooms, np.array([0.05]), np.zeros(1), [0.0])
             assert float(bound[0]) <= free_s * (1 + 1e-6)
 
 

@@ -243,10 +243,8 @@ class Bounds:
         if many is None:
             return least
         runs, flights, rooms, wait_s, end_s = many
-        for prices in known:
-            for scale in SCALES:
-                each = least_of_many_s(table, prices, runs, flights, rooms, wait_s, end_s, scale)
-                least[alike] = np.maximum(least[alike], each)
+        each = least_of_many_s(table, known, runs, flights, rooms, wait_s, end_s, SCALES)
+        least[alike] = np.maximum(least[alike], each)
         return least
 
     def of_prices(

@@ -307,47 +307,52 @@ class ManyLayers:
 
 def least_of_many_s(
     table: Table,
-    prices: PathPrices,
+    prices: Sequence[PathPrices],
     runs: Sequence[ManyLayers],
     flights: Floats,
     rooms: Floats,
     wait_s: Floats,
     least_end_s: Floats,
-    scale: float = 1.0,
+    scales: Sequence[float] = (1.0,),
 ) -> Floats:
-    """[shape] -> seconds that no step of shapes with the table beats, by prices of another one. flights: [stage] ->
-    micro-batches; rooms: [rank][shape] -> bytes; wait_s, least_end_s: [shape], as of `least_s`; scale: of the prices of
-    memory, any of which gives a bound."""
+    """[shape] -> seconds that no step of shapes with the table beats, by the prices of others, the most that any of
+    them shows. flights: [stage] -> micro-batches; rooms: [rank][shape] -> bytes; wait_s, least_end_s: [shape], as of
+    `least_s`; scales: of the prices of memory, any of which gives a bound."""
     rank_of, last = np.array(table.rank_of), table.num_stages - 1
-    per_byte_s = scale * prices.per_byte_s
-    seconds: Floats = prices.num_waits * wait_s + least_end_s + prices.given_s - per_byte_s @ rooms
-    known: dict[tuple[int, int | None], Floats] = {}  # by kind, and the stage if that is known: [stage][shape]
-    counts: dict[tuple[tuple[int, int | None], bytes], float] = {}
+    each = np.repeat(np.arange(len(prices)), len(scales))  # [price], at each of the scales
+    scale = np.tile(np.array(scales), len(prices))
+    per_byte_s = np.array([one.per_byte_s for one in prices])[each] * scale[:, None]
+    ends, given = (np.array([getattr(one, name) for one in prices]) for name in ("ends", "given"))
+    passes = np.array([one.passes for one in prices]).transpose(1, 0, 2)
+    waits, given_s = (np.array([getattr(one, name) for one in prices])[each, None] for name in ("num_waits", "given_s"))
+    seconds: Floats = waits * wait_s + least_end_s + given_s - per_byte_s @ rooms
+    known: dict[tuple[int, int | None], Floats] = {}  # by kind, and the stage if that is known: [price][stage][shape]
+    counts: dict[tuple[tuple[int, int | None], bytes], tuple[float, Floats]] = {}
     for r, layers in enumerate(runs):
         alone = layers.count == 1
         stage = 0 if alone and r == 0 else last if alone and r == len(runs) - 1 else None
+        some = slice(None) if stage is None else slice(stage, stage + 1)
         kind = id(layers.both_s), stage
         if kind not in known:
-            some = slice(None) if stage is None else slice(stage, stage + 1)
-            forward, backward, weight = (row[some] for row in prices.passes)
+            forward, backward, weight = passes[:, :, some]
             at = rank_of[some]
-            memory = per_byte_s[at]
-            # [stage][option]
-            beside = (backward[:, None] * layers.again_s + (memory * flights[some])[:, None] * layers.kept).min(axis=1)
-            beside += (weight - backward) * layers.weight_s
-            known[kind] = (
-                (forward - backward)[:, None] * layers.forward_s
-                + backward[:, None] * layers.both_s
-                + prices.ends[at][:, None] * layers.once_s
-                + memory[:, None] * layers.fixed
-                + beside[:, None]
+            memory = per_byte_s[:, at]
+            # [price][stage][option]
+            again = backward[each, :, None] * layers.again_s + (memory * flights[some])[:, :, None] * layers.kept
+            beside = again.min(axis=2) + ((weight - backward) * layers.weight_s)[each]
+            passed = (
+                (forward - backward)[:, :, None] * layers.forward_s
+                + backward[:, :, None] * layers.both_s
+                + ends[:, at, None] * layers.once_s
             )
-        given = prices.given[r] if stage is None else prices.given[r][stage : stage + 1]
-        counts[kind, given.tobytes()] = counts.get((kind, given.tobytes()), 0.0) + layers.count
-    for (kind, at_stages), count in counts.items():
-        each = known[kind] - np.frombuffer(at_stages)[:, None]
-        seconds = seconds + count * each.min(axis=0)
-    return seconds
+            known[kind] = passed[each] + memory[:, :, None] * layers.fixed + beside[:, :, None]
+        here = given[:, r, some]
+        key = kind, here.tobytes()
+        counts[key] = counts.get(key, (0.0, here))[0] + layers.count, here
+    for (kind, _), (count, here) in counts.items():
+        seconds = seconds + count * (known[kind] - here[each, :, None]).min(axis=1)
+    most: Floats = seconds.max(axis=0)
+    return most
 
 
 def _sums(places: Ints, amounts: Floats, number: int) -> Floats:
