@@ -159,7 +159,8 @@ def test_no_plan_on_unequal_devices_is_faster_than_the_bounds_that_know_memory(s
     model, on, training = random_instance(3000 + seed)
     explorer, space = Explorer(model, on, training), Space(model, on, training, Pins())
     for family in list(space.families()):
-        least = np.maximum(explorer.bounds.of_family(family), explorer.bounds.of_shapes(family, space))
+        anywhere_s = max(explorer.bounds.anywhere_s(family, space), explorer.bounds.of_family(family))
+        least = np.maximum(anywhere_s, explorer.bounds.of_shapes(family, space))
         for i, shape in enumerate(space.shapes(family)):
             prices = explorer.priced(shape, None, None)
             found = None if is_chunked(shape.schedule) else scan(prices)
@@ -198,7 +199,8 @@ def test_no_plan_of_a_longer_chain_on_unequal_devices_is_faster_than_its_bounds(
         own = np.array([i for i, leaf in enumerate(leaves) if leaf.kind_order])[:6]
         if not len(own):
             continue
-        bounds = np.maximum(explorer.bounds.of_shapes(family, space)[own], explorer.bounds.of_family(family))
+        anywhere_s = max(explorer.bounds.anywhere_s(family, space), explorer.bounds.of_family(family))
+        bounds = np.maximum(explorer.bounds.of_shapes(family, space)[own], anywhere_s)
         bounds = np.maximum(bounds, explorer.bounds.by_prices_s(family, space, own))
         for least_s, i in zip(bounds.tolist(), own.tolist(), strict=True):
             prices = explorer.priced(family.shape(leaves[i]), recompute_of(family, space.pins))

@@ -102,20 +102,26 @@ class Bounds:
         """Seconds that no shape of a family, or of those with another kind of context parallelism, beats, with all
         groups where their traffic takes least: by memory, and by the data ranks' traffic. In a pipeline that is for all
         schedules."""
-        if self.kinds is not None:
-            return 0.0
         key = replace(family.split, context_kind="ring"), family.micro_batch, space.pins
-        if key not in self._anywhere and self.least_of_family(family) is None:
-            self._anywhere[key] = float("inf")
         if key not in self._anywhere:
-            leaves, pins, memory = space.unplaced(family), space.pins, self._memory
-            if family.pipeline == 1:
-                some = np.arange(len(leaves.each))
-                least = memory.seconds(family, leaves, some, pins.recompute, pins).min() * (1 - ROUNDING)
-            else:
-                least = family.num_microbatches * memory.slowest_s(family, leaves, pins.recompute, pins).min()
+            least = self._anywhere_alike_s(family, space)
+            if self._unequal is not None and self._unequal.kinds.may_have_own(family.pipeline):
+                own = self._unequal.slowest_s(family, space.unplaced(family), space.pins).min() * (1 - ROUNDING)
+                least = min(least, family.num_microbatches * own)
             self._anywhere[key] = float(least)
         return self._anywhere[key]
+
+    def _anywhere_alike_s(self, family: Family, space: Space) -> float:
+        """The same of shapes whose stages are all on like devices, or priced as if they were."""
+        if self.least_of_family(family) is None:
+            return float("inf")
+        leaves, pins, memory = space.unplaced(family), space.pins, self._memory
+        if family.pipeline == 1:
+            some = np.arange(len(leaves.each))
+            least = memory.seconds(family, leaves, some, pins.recompute, pins).min() * (1 - ROUNDING)
+        else:
+            least = family.num_microbatches * memory.slowest_s(family, leaves, pins.recompute, pins).min()
+        return float(least)
 
     def of_family(self, family: Family) -> float:
         """Seconds that no shape of a family can beat: compute, traffic of tensor, context and expert ranks at their

@@ -20,7 +20,7 @@ from ..plan.schedules import ZERO_BUBBLE, is_chunked, rank_and_chunk
 from ..plan.shape import Offered, Shape
 from .chunked import Chunking, LeastRecompute, Recomputable, StageCuts
 from .fluid import ManyLayers
-from .relaxed import least_of_each_one_s, least_slowest_of_each_s, least_slowest_of_whole_s
+from .relaxed import DeviceColumns, least_of_each_one_s, least_slowest_of_each_s, least_slowest_of_whole_s
 from .shape_bounds import FastestTables, ShapeBounds
 from .space import Family, Leaves
 from .transient_bounds import Gathered, passing_bytes
@@ -137,6 +137,18 @@ class MemoryBounds:
             rooms[rank] -= (flights[stage] + 1) * crossing
         return runs, flights, rooms, bounds.least_wait_s(family, leaves)[some], -data.twice_s[some]
 
+    def columns(self, family: Family, leaves: Leaves, recompute: Recompute | None, pins: Pins) -> DeviceColumns:
+        """What every stage of these shapes of a pipeline can take on this device, whatever the schedule."""
+        ways, held = self._ways(family, leaves, recompute, pins.offered), self._held(family, leaves)
+        room = self.bounds.held(family, leaves).room / family.pipeline + held.twice
+        return DeviceColumns(
+            each_s=self.bounds.fastest(family, leaves, recompute, pins.reshard).microbatch_s,
+            fixed=held.fixed + held.copies,
+            again_s=[seconds - seconds.min() for seconds in ways.again_s],
+            kept=ways.kept,
+            rooms=np.tile(room - self.model.held_bytes(family.frugal), (family.pipeline, 1)),
+        )
+
     def of_cuts(
         self,
         family: Family,
@@ -181,14 +193,14 @@ class MemoryBounds:
         the most frequent kind, whatever the schedule: none has fewer micro-batches in flight than 1F1B. Infinite where
         they cannot be held. recompute: as of `seconds`; it counts if it is pinned."""
         recompute = recompute if pins.recompute else None
-        return self._slowest_s(family.any_schedule, leaves, recompute, pins, _in_flight(family.any_schedule))
+        return self._slowest_s(family.any_schedule, leaves, recompute, pins, in_flight(family.any_schedule))
 
     def slowest_chunked_s(self, family: Family, leaves: Leaves, recompute: Recompute | None, pins: Pins) -> Floats:
         """[shape] -> seconds per micro-batch that the slowest rank of a chunked family takes at least to hold all
         layers of the most frequent kind, with what its schedule lets them recompute. An interleaved rank counts the
         micro-batches in flight in that one of its stages which has fewest."""
         if family.schedule in ZERO_BUBBLE:
-            return self._slowest_s(family.any_schedule, leaves, recompute, pins, _in_flight(family.any_schedule))
+            return self._slowest_s(family.any_schedule, leaves, recompute, pins, in_flight(family.any_schedule))
         frame = Chunking(family.schedule, family.pipeline, family.virtual_stages)
         each = frame.flights(family.num_microbatches)
         fewest = tuple(min(each[stage] for stage in frame.stages(rank)) for rank in range(family.pipeline))
@@ -357,7 +369,7 @@ class MemoryBounds:
         return _HeldBytes(fixed, copies, twice, stay > 0, copied > 0)
 
 
-def _in_flight(family: Family) -> tuple[float, ...]:
+def in_flight(family: Family) -> tuple[float, ...]:
     """[rank] -> micro-batches in flight under 1F1B at the last layer's turn, when another one may be gone."""
     most = max(1, family.num_microbatches - 1)
     return tuple(float(min(ahead, most)) for ahead in range(family.pipeline, 0, -1))

@@ -16,12 +16,12 @@ from ..plan.pins import Pins
 from ..plan.schedules import ZERO_BUBBLE, is_chunked
 from .chunked import Chunking
 from .fluid import Table
-from .memory_bounds import MemoryBounds
+from .memory_bounds import MemoryBounds, in_flight
 from .rank_bounds import OnDevice, least_of_ranks_s
 from .relaxed import DeviceColumns, least_slowest_of_unequal_s
 from .shape_bounds import ShapeBounds
 from .space import Family, Leaves
-from .unequal import Kinds
+from .unequal import Kinds, kind_orders
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -65,6 +65,19 @@ class UnequalBounds:
         orders = [leaves.each[i].kind_order for i in some.tolist()]
         in_order = {order: self._in_order(family, on, order, enough_s) for order in dict.fromkeys(orders)}
         return np.array([in_order[order][i] for order, i in zip(orders, place[some].tolist(), strict=True)])
+
+    def slowest_s(self, family: Family, leaves: Leaves, pins: Pins) -> Floats:
+        """[shape] -> seconds per micro-batch that the slowest stage takes at least, whatever the schedule and the order
+        of the kinds. No rank has fewer micro-batches in flight in any of its stages than 1F1B has there, but ZB-V,
+        which has so many from the last rank to the first: as if the kinds came the other way round."""
+        family = family.any_schedule
+        devices = [memory.columns(family, leaves, pins.recompute, pins) for memory in self._memory]
+        flights, counts = np.array(in_flight(family)), self._memory[0].bounds.counts
+        nothing = [[np.zeros_like(device.each_s) for device in devices]]
+        ranks = [np.array(self.kinds.on_stages(order, family.pipeline)) for order in kind_orders(self.kinds.parts)]
+        each = [least_slowest_of_unequal_s(devices, on, flights, counts, nothing)[0] for on in ranks]
+        least: Floats = np.min(each, axis=0)
+        return least
 
     def _in_order(self, family: Family, on: list[_OnKind], order: tuple[int, ...], enough_s: float) -> Floats:
         """[shape without order] -> the same with kinds in that order."""
