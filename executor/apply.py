@@ -89,6 +89,13 @@ def check_model(model: nn.Module, plan: Plan) -> None:
             f"the plan is for {plan.model.name} of {plan.model.source}, with a parameter {missing[0]} that this "
             f"{type(model).__name__} has not; plan this model, or give the model that was planned"
         )
+    known = {id(found[name]) for name in planned}
+    added = next((name for name, parameter in found.items() if id(parameter) not in known), None)
+    if added is not None:
+        raise ValueError(
+            f"this {type(model).__name__} has a parameter {added}, which the plan for {plan.model.name} of "
+            f"{plan.model.source} does not know; plan this model, or give the model that was planned"
+        )
     # num_parameters counts tied parameters once, and so does the set of objects.
     count = sum(p.numel() for p in {id(found[n]): found[n] for n in planned}.values())
     if count != plan.model.num_parameters:

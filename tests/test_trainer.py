@@ -109,6 +109,17 @@ def test_model_without_a_planned_parameter_is_refused(make: Callable[..., Plan])
         parallelize(lambda: Net(num_blocks=2), make(), sgd, loss=loss)
 
 
+def test_model_with_a_parameter_that_was_not_planned_is_refused(make: Callable[..., Plan]) -> None:
+    def longer() -> nn.Module:
+        model = Net()
+        model.head = nn.Sequential(model.head, nn.Linear(CLASSES, CLASSES))
+        model.head.weight, model.head.bias = model.head[0].weight, model.head[0].bias
+        return model
+
+    with pytest.raises(ValueError, match=r"a parameter head\.1\.weight, which the plan for .* does not know"):
+        parallelize(longer, make(), sgd, loss=loss)
+
+
 def test_recompute_of_loose_modules_is_refused(make: Callable[..., Plan]) -> None:
     plan = make(option=LayerOption("full"))
     stage = plan.stages[0]
