@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
 from ..planner.cost.sharding import shard_dim
@@ -64,6 +64,11 @@ class AppliedModel:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Parameters of this rank by original name, tied ones under their first; they stay the same objects."""
         return {n.removeprefix(self.prefix): p for n, p in self.module.named_parameters()}
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether parameters are held as parts, or as DTensors, which plain tensors are not copied into."""
+        return bool(self.layout.cuts or self.experts) or any(isinstance(p, DTensor) for p in self.parameters.values())
 
     def begin_backward(self) -> None:
         """Begin to gather the parameters that the backward needs first, if they were given back."""

@@ -77,7 +77,7 @@ from .state.extra_state import Stateful
 from .state.initialise import empty_values
 from .state.run_state import ModelState, State
 from .state.weight_files import WeightFormat
-from .state.weights import Loading, Weights
+from .state.weights import Loading, Weights, refuse_whole_weights
 from .telemetry import ComputedSeconds, Telemetry
 from .torch_compat import accelerator, data_parallel, forget_groups, remove_replication
 from .watch import GRACE_S, HANG_S, LONGER, Watch, watched
@@ -216,6 +216,8 @@ def parallelize(
             loading.fill(ModelState(model, plan, mesh).model_boxes())
         for name, parameter in model.parameters.items():
             keep_attributes(parameter, attributes[name])
+        if plan.degrees.pipeline > 1 or model.is_divided:
+            refuse_whole_weights(model.module)
         trainer = Trainer(
             model, plan, mesh, optimizer, loss, weight, max_grad_norm, not was_running, drawn, whole_matrices
         )

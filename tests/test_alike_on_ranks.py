@@ -126,6 +126,15 @@ def by_hand(plan: str) -> None:
     trainer.optimizer.step()
 
 
+def whole_weights(plan: str, strict: bool = False) -> None:
+    trainer_of(plan).model.load_state_dict(TiedNet().state_dict(), strict=strict)
+
+
+def own_weights(plan: str) -> None:
+    model = trainer_of(plan).model
+    model.load_state_dict(model.state_dict())
+
+
 EVERY: dict[str, list[tuple[Act, str]]] = {
     "ddp": [
         (lambda plan: trainer_of(plan, seed=dist.get_rank()), r"rank 1 was given seed=1, rank 0 seed=0"),
@@ -136,6 +145,7 @@ EVERY: dict[str, list[tuple[Act, str]]] = {
         (doubled_on_one_rank, r"hold copies of it"),
         (another_head, r"would not be trained"),
         (by_hand, r"optimizer.step\(\) was called by hand"),
+        (lambda plan: whole_weights(plan, strict=True), r"nothing"),
     ],
     "tensor": [
         (own_samples, r"ranks 0 and 1 work on the same samples, but batch\[0\] holds other numbers"),
@@ -143,8 +153,15 @@ EVERY: dict[str, list[tuple[Act, str]]] = {
         (own_scale, r"step 1: ranks that work on the same samples .* or another scale="),
         (own_length, r"batch\[0\] is torch.int64 of \(8, 8\) on rank 0 and batch\[0\] torch.int64 of \(8, 7\)"),
         (clipped_by_hand, r"max_grad_norm"),
+        (whole_weights, r"given blocks.0.attention.qkv.weight of \[48, 16\], but this rank holds a part"),
     ],
-    "pipeline": [(own_samples, r"holds other numbers"), (own_scale, r"another scale="), (by_hand, r"trainer.step")],
+    "pipeline": [
+        (own_samples, r"holds other numbers"),
+        (own_scale, r"another scale="),
+        (by_hand, r"trainer.step"),
+        (whole_weights, r"given tokens.weight of \[30, 16\], but .* parallelize\(weights=...\)"),
+        (own_weights, r"nothing"),
+    ],
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from .box_files import read_boxes
 from .boxes import Box
@@ -81,6 +82,26 @@ class Loading:
         """Read a rank's boxes, keyed by `model.<name>`."""
         wanted = [(box, self._stored.get(box.key.removeprefix("model."))) for box in boxes]
         self._source.read([replace(box, key=stored) for box, stored in wanted if stored is not None])
+
+
+def refuse_whole_weights(module: nn.Module) -> None:
+    """Let load_state_dict of a rank's part of a model raise ValueError for anything but the tensors of that part, as
+    its state_dict() gives them: with strict=False whole weights under their own names would be left out in silence."""
+    module.register_load_state_dict_pre_hook(_check_own)
+
+
+def _check_own(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+    own = {prefix + name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    for name, given in state_dict.items():
+        if not name.startswith(prefix) or not isinstance(given, torch.Tensor):
+            continue
+        known = own.get(name)
+        if known is None or known.shape != given.shape or isinstance(known, DTensor) != isinstance(given, DTensor):
+            raise ValueError(
+                f"load_state_dict of trainer.model was given {name} of {list(given.shape)}, but this rank holds a part "
+                "of the model, in which there is no such tensor: load whole weights in the function that builds the "
+                "model, or from files with parallelize(weights=...); resume() reads a checkpoint"
+            )
 
 
 class _Prefixed:
