@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from meshwright.executor import parallelize
-from meshwright.executor.parallel.whole_matrices import looks_at_whole_matrices
+from meshwright.executor.parallel.optimizers import JoinedOptimizers
+from meshwright.executor.parallel.whole_matrices import couples_parameters, looks_at_whole_matrices
 from support import slow
 from support.ranks import run_ranks
 from support.tied_net import GLOBAL_BATCH, PLANS, TiedNet, adamw, loss, plan_of, samples, tied_profile
@@ -158,6 +159,57 @@ class Unchanging(Optimizer):
         return
 
 
+class ClippingSGD(SGD):
+    """Clips by the norm of all gradients that it has."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 0.1)
+        super().step()
+
+
+class LearningSGD(SGD):
+    """Learns its rate from all gradients, as Prodigy and D-Adaptation do, and has written a number on itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.growth = 1.01
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            total = sum(p.grad.abs().sum().item() for p in group["params"] if p.grad is not None)
+            group["lr"] = min(group["lr"] * self.growth, 1 / (1e-6 + total))
+
+
+class Signed(SGD):
+    """Has written a number and a function on itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.scale, self.of = 0.5, _sign
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = self.scale * self.of(p.grad)
+        super().step()
+
+
+def _sign(x: torch.Tensor) -> torch.Tensor:
+    return x.sign()
+
+
+class NoisySGD(SGD):
+    """Draws in its step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad += torch.randn_like(p)
+        super().step()
+
+
 @pytest.mark.parametrize(
     ("make", "found"),
     [
@@ -166,6 +218,7 @@ class Unchanging(Optimizer):
         (lambda p: torch.optim.RMSprop(p, centered=True), "no"),
         (lambda p: torch.optim.Adagrad(p), "no"),
         (lambda p: AdamW(p, lr=0.0, fused=True), "no"),
+        (Signed, "no"),
         (adafactor, "yes"),
         (lamb, "yes"),
         (lambda p: Muon([x for x in p if x.ndim == 2]), "yes"),
@@ -182,6 +235,51 @@ def test_what_an_optimizer_looks_at_is_tried(make: Callable[[Any], Optimizer], f
     assert str(looks_at_whole_matrices(optimizer)).startswith(found)
     assert all(map(torch.equal, before, model.parameters()))
     assert str(optimizer.state) == states
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (ClippingSGD, True),
+        (LearningSGD, True),
+        (Signed, False),
+        (lambda p: [adamw(p[:1]), ClippingSGD(p[1:])], True),
+        (adamw, False),
+        (lambda p: AdamW([{"params": p[:1]}, {"params": [], "lr": 1.0}, {"params": p[1:]}], fused=True), False),
+        (adafactor, False),
+        (lamb, False),
+        (lambda p: Muon([x for x in p if x.ndim == 2]), False),
+        (NoisySGD, False),
+        (torch.optim.LBFGS, False),
+        (Unchanging, False),
+    ],
+)
+def test_optimizers_that_need_all_parameters_are_known(make: Callable[[Any], Any], found: bool) -> None:
+    made = make(list(nn.Sequential(nn.Linear(4, 4), nn.Conv2d(2, 2, 3)).parameters()))
+
+    assert couples_parameters(JoinedOptimizers(made) if isinstance(made, list) else made) is found
+
+
+def _clipping(plan: dict[str, Any]) -> str:
+    try:
+        parallelize(TiedNet, plan_of(tied_profile(), **plan), ClippingSGD, loss=loss)
+    except ValueError as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({"replicate": 2}, "taken"),
+        ({"shard": 2}, "--setup ddp"),
+        ({"tensor": 2}, "--setup ddp"),
+        ({"stages": (2, 2)}, "--setup ddp"),
+    ],
+)
+def test_they_are_refused_where_a_rank_has_only_some(plan: dict[str, Any], said: str) -> None:
+    assert all(said in found for found in run_ranks(_clipping, 2, plan))
 
 
 def _refused() -> str:

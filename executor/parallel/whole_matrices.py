@@ -10,6 +10,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from ...planner.cost.sharding import kept_rows
 from ...planner.plan.document import Plan
@@ -63,6 +65,38 @@ def _tried(optimizer: Optimizer, options: dict[str, Any], ndim: int) -> str:
     return "no"
 
 
+def couples_parameters(optimizer: Optimizer) -> bool:
+    """Whether a step of one parameter depends on the gradients of others (a norm of all, a rate that is learned from
+    all), as far as trial steps tell in which the gradient of one parameter is another one."""
+    inner = optimizer.optimizers if isinstance(optimizer, JoinedOptimizers) else [optimizer]
+    return any(_is_coupled(one) for one in inner)
+
+
+def _is_coupled(optimizer: Optimizer) -> bool:
+    groups = []
+    draw = torch.Generator().manual_seed(0)
+    for group in optimizer.param_groups:
+        dims = sorted({p.dim() for p in group["params"] if p.requires_grad})
+        shapes = [(4, 6, 2, 2, 2, 2)[:ndim] for ndim in (dims * 2)[: max(2, len(dims))]]
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        groups.append((options, [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]))
+    starts = [start for _, own in groups for start in own]
+    gradients = [[torch.randn(x.shape, generator=draw, dtype=torch.float64) for x in starts] for _ in range(2)]
+    if not starts:
+        return False
+    found = []
+    try:
+        for factor in (1.0, 30.0):
+            with torch.random.fork_rng([]):
+                torch.default_generator.manual_seed(0)  # an optimizer may draw
+                scaled = [[*step[:-1], step[-1] * factor] for step in gradients]
+                found.append(_all_stepped(optimizer, groups, scaled))
+    except Exception:  # what cannot be tried is asked for by name where parameters are divided
+        return False
+    (stepped, learned), (others, learned_there) = found
+    return learned != learned_there or not all(map(torch.equal, stepped[:-1], others[:-1]))
+
+
 def _like(value: Any, parameter: nn.Parameter) -> Any:
     """A number, or a constant tensor, of an optimizer's state, for another parameter."""
     if not isinstance(value, torch.Tensor) or not value.dim():
@@ -75,18 +109,45 @@ def _stepped(
     optimizer: Optimizer, options: dict[str, Any], start: torch.Tensor, gradients: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """A parameter after steps of a copy of the optimizer."""
-    parameter = nn.Parameter(start.clone())
-    own = copy.copy(optimizer)
-    own.state = defaultdict(dict)
-    for made in islice(optimizer.state.values(), 1):  # by the constructor, as Adagrad's before torch 2.13
-        own.state[parameter] = {name: _like(value, parameter) for name, value in made.items()}
-    plain = {key: False for key in ("fused", "foreach", "capturable") if options.get(key)}
-    rate = {"lr": 0.01} if "lr" in options else {}
-    own.param_groups = [{**copy.deepcopy(options), **plain, **rate, "params": [parameter]}]
-    for gradient in gradients:
-        parameter.grad = gradient.clone()
+    return _all_stepped(optimizer, [(options, [start])], [[gradient] for gradient in gradients])[0][0]
+
+
+def _all_stepped(
+    optimizer: Optimizer,
+    groups: Sequence[tuple[dict[str, Any], Sequence[torch.Tensor]]],
+    gradients: Sequence[Sequence[torch.Tensor]],
+) -> tuple[list[torch.Tensor], list[dict[str, float]]]:
+    """(parameters, numbers of each group) after steps of a copy of the optimizer. groups: (options, parameters).
+    gradients: [step][parameter]."""
+    own = _copied(optimizer)
+    for options, starts in groups:
+        parameters = [nn.Parameter(start.clone()) for start in starts]
+        for made in islice(optimizer.state.values(), 1):  # by the constructor, as Adagrad's before torch 2.13
+            for parameter in parameters:
+                own.state[parameter] = {name: _like(value, parameter) for name, value in made.items()}
+        plain = {key: False for key in ("fused", "foreach", "capturable") if options.get(key)}
+        rate = {"lr": 0.01} if "lr" in options else {}
+        own.param_groups.append({**copy.deepcopy(options), **plain, **rate, "params": parameters})
+    stepped = [parameter for group in own.param_groups for parameter in group["params"]]
+    for step in gradients:
+        for parameter, gradient in zip(stepped, step, strict=True):
+            parameter.grad = gradient.clone()
         own.step()
-    return parameter.detach()
+    learned = [{k: v for k, v in group.items() if isinstance(v, int | float)} for group in own.param_groups]
+    return [parameter.detach() for parameter in stepped], learned
+
+
+def _copied(optimizer: Optimizer) -> Optimizer:
+    """An optimizer without parameters, with what numbers, words and functions the given one has written on itself
+    (which torch leaves out of copies)."""
+    own = copy.copy(optimizer)
+    leaves = {name: tree_leaves(value) for name, value in vars(optimizer).items() if name not in vars(own)}
+    for name, found in leaves.items():
+        if all(leaf is None or isinstance(leaf, int | float | str | FunctionType) for leaf in found):
+            setattr(own, name, copy.deepcopy(getattr(optimizer, name)))
+    own.state = defaultdict(dict)
+    own.param_groups = []
+    return own
 
 
 def _is_divided(model: AppliedModel) -> bool:
@@ -278,9 +339,10 @@ def prepare_optimizer(
     see them, or copies on the host if the plan has the optimizer there). Every rank must call it.
 
     whole: whether it has to; None: if parameters are divided, and a step is not done element by element. Raises
-    ValueError, on every rank, if that cannot be tried.
+    ValueError, on every rank, if that cannot be tried, or a step needs all parameters, of which ranks have some.
     """
     optimizer = optimizer_of(make, model.parameters)
+    _check_coupling(optimizer, model, plan, mesh)
     if _sees_whole_matrices(optimizer, model, plan, mesh, whole):
         matrices = WholeMatrices(model, plan, mesh)
         return optimizer_of(make, matrices.parameters), matrices
@@ -288,6 +350,22 @@ def prepare_optimizer(
         on_host = HostParameters(model.parameters)
         return optimizer_of(make, on_host.parameters), on_host
     return optimizer, None
+
+
+def _check_coupling(optimizer: Optimizer, model: AppliedModel, plan: Plan, mesh: RankMesh) -> None:
+    """Raise ValueError, on every rank, if a step of one parameter depends on others that another rank has."""
+    degrees = plan.degrees
+    if degrees.pipeline == 1 and mechanism(plan) != "fsdp" and degrees.tensor == 1:
+        return
+    coupled = (degrees.pipeline > 1 or _is_divided(model)) and couples_parameters(optimizer)
+    verdict = torch.tensor(int(coupled), device=mesh.device)
+    dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
+    if verdict:
+        raise ValueError(
+            f"{type(optimizer).__name__} steps a parameter by the gradients of all of them (a common norm or rate), of "
+            "which a rank has only some under this plan: plan for replicas, which have all (--setup ddp), or take "
+            "another optimizer; parallelize(max_grad_norm=...) clips by the norm of all under every plan"
+        )
 
 
 def _sees_whole_matrices(
