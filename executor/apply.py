@@ -330,11 +330,18 @@ def _shard(
         units.append((unit, layer.reshard))
     materialise([module], mesh.data_mesh)
     module.register_forward_hook(_without_views)
+    module.register_forward_pre_hook(_cast_anew, prepend=True)
     shard(module, reshard_after_forward=False)
     units.append((module, False))  # type: ignore[arg-type]
     if plan.degrees.pipeline == 1:
         _prefetch_in_backward([unit for unit, _ in units])
     return units
+
+
+def _cast_anew(*_: Any) -> None:
+    """Under an autocast of the user's, around the whole step, weights are cast in each micro-batch: autograd runs what
+    was made in an earlier one after the hooks of later ones, which reduce gradients before that has arrived."""
+    torch.clear_autocast_cache()
 
 
 def _owned(model: nn.Module, layer: LayerPlan, readers: "_Readers") -> list[nn.Module]:

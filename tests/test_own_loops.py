@@ -15,6 +15,7 @@ MORE: dict[str, dict[str, Any]] = {
     **PLANS,
     "ddp": {"replicate": 2},
     "tensor": {"tensor": 2},
+    "shards": {"shard": 2},
     "zb-v": {"stages": (1, 1, 1, 1), "virtual_stages": 2, "schedule": "zb-v"},
 }
 
@@ -84,3 +85,16 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
     trainer.forward_backward(share)
     with pytest.raises(ValueError, match=r"step\(\) after forward_backward\(\)"):
         trainer.step(share)
+
+
+def under_autocast(name: str) -> list[float]:
+    """Gradients of two micro-batches, all under one autocast of the loop's own."""
+    trainer = parallelize(TiedNet, plan_of(tied_profile(), **MORE[name]), adamw, loss=loss)
+    with torch.autocast("cpu", torch.bfloat16):
+        trainer.step(next(trainer.loader(samples)))
+    return [grad.norm().item() for grad in trainer.named_gradients().values()]
+
+
+@pytest.mark.slow
+def test_a_step_under_an_autocast_has_the_gradients_of_all_micro_batches() -> None:
+    assert run_ranks(under_autocast, 2, "shards")[0] == pytest.approx(under_autocast("one"), rel=0.02, abs=1e-4)
