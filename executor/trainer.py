@@ -292,6 +292,7 @@ class Trainer:
         self._given: list[tuple[list[torch.Tensor], list[Scale]]] = []  # (losses, scales) since the last optimizer step
         self._started = 0.0
         self._skip = 0  # samples that the next `loader` leaves out
+        self._left_early = False  # whether the last `loader` was left within its epoch
         self._dealt = ""  # how `loader` was called last, in words
         self._looks = True  # whether ranks agree, before the next step
         self._left: torch.Tensor | None = None  # what tells gradients after forward_backward
@@ -591,7 +592,7 @@ class Trainer:
         reads no samples but its own; an iterable, or a function that gives one, of which it has to read all; or a
         function of (shard, number of shards), which gives the samples of one data rank. Batch k of the job is samples
         k * global_batch .. (k + 1) * global_batch under every plan (of shards, the k-th parts of each). One call is
-        one epoch; after `resume` the first goes on where the checkpoint was saved.
+        one epoch, also if the loop leaves it early; after `resume` the first goes on where the checkpoint was saved.
 
         collate: makes a batch of a list of samples (pads it, say); None: as torch does. shuffle: by the trainer's seed
         and the epoch, alike on all ranks. workers: processes that read ahead. training: False for data to evaluate on,
@@ -619,7 +620,9 @@ class Trainer:
 
         taken = self._skip if training else 0
         if training:
-            self._skip = 0
+            if self._left_early:
+                self._read = self._read.model_copy(update={"epoch": self._read.epoch + 1, "samples": 0})
+            self._skip, self._left_early = 0, False
             count = f"{len(samples)} samples" if isinstance(samples, Sized) else "samples without a length"
             self._dealt = f"{count}, shuffle={bool(shuffle)}"
         found = shares(
@@ -641,7 +644,13 @@ class Trainer:
             taken += share_of(number) * self.data_size
             if training:
                 self._read = self._read.model_copy(update={"samples": taken})
-            yield batch
+            own = self._read
+            try:
+                yield batch
+            except GeneratorExit:
+                if training and self._read is own:  # no other one, nor resume, came after
+                    self._left_early = True
+                raise
         if training:
             self._read = self._read.model_copy(update={"epoch": self._read.epoch + 1, "samples": 0})
 
@@ -683,7 +692,7 @@ class Trainer:
             self.progress = self._read = writer.load(found, stateful)
             if self._telemetry is not None:
                 self._telemetry.restarted(found, self.progress.steps, began_s)
-        self._skip = self.progress.samples
+        self._skip, self._left_early = self.progress.samples, False
         self._norms = None
         self._looks = True
         self._unchecked.clear()

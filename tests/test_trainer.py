@@ -173,6 +173,28 @@ def test_loader_deals_every_global_batch_in_order(make: Callable[..., Plan]) -> 
     assert shares == {rank: [[2 * rank, 2 * rank + 1], [8 + 2 * rank, 9 + 2 * rank]] for rank in range(4)}
 
 
+def test_an_epoch_that_is_left_early_is_followed_by_another_one(make: Callable[..., Plan], tmp_path: Any) -> None:
+    data = [(torch.full((4, WIDTH), float(i)), torch.zeros(4, dtype=torch.int64)) for i in range(4 * GLOBAL_BATCH)]
+
+    def first_batch(trainer: Any) -> list[float]:
+        for inputs, targets in trainer.loader(data, shuffle=True):
+            trainer.step((inputs, targets))
+            break
+        return inputs[:, 0, 0].tolist()  # type: ignore[no-any-return]
+
+    trainer = trainer_of(make())
+    first, second = first_batch(trainer), first_batch(trainer)
+    trainer.save(tmp_path)
+    third = first_batch(trainer)
+    resumed = trainer_of(make())
+    resumed.resume(tmp_path)
+
+    assert len({tuple(first), tuple(second), tuple(third)}) == 3
+    assert set(first_batch(resumed)).isdisjoint(second)
+    assert trainer.progress.epoch == 2
+    assert resumed.progress.epoch == 1
+
+
 def test_tensor_and_pipeline_ranks_take_the_same_share(make: Callable[..., Plan]) -> None:
     shares = run_ranks(_shares, 4, make(tensor=2, stages=(2, 2)))
 
