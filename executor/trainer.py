@@ -355,7 +355,7 @@ class Trainer:
     def _own_norm(self) -> torch.Tensor | None:
         """A number that tells whether this rank's gradients were written to; None where that is everybody's right, for
         they are those of the whole job already, or shards of them that know it."""
-        if self.plan.degrees.tensor * self.plan.degrees.pipeline == 1:
+        if self.plan.degrees.tensor * self.plan.degrees.pipeline == 1 and not self._gradients.averaged_after:
             return None
         return norms_of(local_gradients(self._applied.parameters.values()), self.mesh.device).sum()
 
@@ -495,10 +495,11 @@ class Trainer:
                     "scheduler that looks at a loss must be given that of the job (metrics.loss, or evaluate's)"
                 )
             if any(metrics.found[6:]):
+                way = "" if self.plan.model.decides_by_values else ", or plan with --pin tensor=1 --pin pipeline=1"
                 raise ValueError(
                     "gradients were written to between forward_backward() and optimizer_step(), where a rank has only "
                     "its part of them under this plan (clip_grad_norm_ would clip each rank by another norm): give "
-                    "parallelize(max_grad_norm=...), or plan with --pin tensor=1 --pin pipeline=1"
+                    f"parallelize(max_grad_norm=...){way}"
                 )
             spoiled = not math.isfinite(metrics.found[2])
             if not spoiled and math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm):

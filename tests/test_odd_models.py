@@ -84,6 +84,30 @@ def test_replicas_that_decide_by_their_samples_go_different_ways() -> None:
     assert report.ok, report.lines
 
 
+def _clipped_by_hand(plan: Plan) -> str:
+    loaded = small_model("decides")
+    trainer = parallelize(loaded.build, plan, torch.optim.AdamW, loss=loaded.loss)
+    batch = loaded.batch(trainer.samples_per_step)
+    trainer.forward_backward(batch)
+    trainer.optimizer_step()
+    trainer.forward_backward(batch)
+    nn.utils.clip_grad_value_(trainer.model.parameters(), 1e-4)
+    try:
+        trainer.optimizer_step()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_gradients_that_are_averaged_later_are_not_clipped_by_hand() -> None:
+    layers = [KEPT] * len(small_profile("decides").layers)
+
+    found = run_ranks(_clipped_by_hand, 2, _plan("decides", [layers], data_replicate=2, parts=1))
+
+    assert all(said.endswith("give parallelize(max_grad_norm=...)") for said in found), found
+
+
 @pytest.mark.slow
 def test_a_sharded_stage_without_backward_keeps_its_parameters() -> None:
     report = verified("detached", _plan("detached", [[KEPT], [KEPT] * 4], data_shard=2))

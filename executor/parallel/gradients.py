@@ -24,14 +24,15 @@ class Gradients:
         self._mesh = mesh
         self._parameters = model.parameters
         self._layout = model.layout
-        self._average_after = model.mechanism == "plain" and plan.degrees.data_replicate > 1
+        self.averaged_after = model.mechanism == "plain" and plan.degrees.data_replicate > 1
+        """Whether data ranks have their own gradients until `reduce`."""
         self._may_differ = plan.model.decides_by_values
         self._ties = _ties_across_stages(plan, mesh, self._parameters)
         self._trained_somewhere: dict[int, bool] = {}
         self._late: Sequence[nn.Parameter] = ()
         self.replicas: StageReplicas | None = None
         """What averages gradients of replicas of pipeline stages; None without them."""
-        if self._average_after and plan.degrees.pipeline > 1:
+        if self.averaged_after and plan.degrees.pipeline > 1:
             stages = [list(stage.parameters()) for stage in stages_in(model.module)]
             self.replicas = StageReplicas(self._parameters, stages, mesh.group("data_replicate"), mesh.data_size)
         elsewhere = _counted_elsewhere(plan, self._parameters)
@@ -55,7 +56,7 @@ class Gradients:
             all_reduce(self._late, self._mesh.group("data_replicate"), self._mesh.data_size)
         if self.replicas is not None:
             self.replicas.finish()
-        elif self._average_after:
+        elif self.averaged_after:
             if self._may_differ:
                 _fill_missing(self._parameters.values(), self._mesh.group("data_replicate"))
             all_reduce(self._parameters.values(), self._mesh.group("data_replicate"), self._mesh.data_size)
