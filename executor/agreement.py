@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
+from ..profiler.model.held_tensors import gradient_hooks
 from .apply import AppliedModel
 from .parallel.mesh import RankMesh
 from .parallel.norms import norms_of
@@ -62,12 +63,14 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{k: v for k, v in g.items() if isinstance(v, str | Number | tuple)} for g in optimizer.param_groups]
 
 
-def check_parameters(mesh: RankMesh, model: AppliedModel, dtypes: Mapping[str, torch.dtype]) -> None:
+def check_parameters(
+    mesh: RankMesh, model: AppliedModel, dtypes: Mapping[str, torch.dtype], hooks: Mapping[str, int]
+) -> None:
     """Raise ValueError, on every rank, if parameters are not those that were built, or copies of one are not alike.
 
-    dtypes: by name, of what was built. Every rank must call it.
+    dtypes, hooks: by name, of what was built; hooks: how many each calls with its gradient. Every rank must call it.
     """
-    problem = _exchanged(model, dtypes)
+    problem = _exchanged(model, dtypes) or _hooked(mesh, model, hooks)
     if not peers_answer(mesh):
         if problem:
             raise ValueError(problem)
@@ -113,6 +116,26 @@ def _exchanged(model: AppliedModel, dtypes: Mapping[str, torch.dtype]) -> str:
             )
     missing = model.parameters.keys() - now.keys()
     return f"{min(missing)} was taken out of the model after parallelize: {_WAY_OUT}" if missing else ""
+
+
+def _hooked(mesh: RankMesh, model: AppliedModel, hooks: Mapping[str, int]) -> str:
+    """What was hooked to gradients since parallelize and is never called; "" if nothing. Warns, on the first rank,
+    where it is called with a part of the gradient."""
+    name = next((name for name, p in model.parameters.items() if len(gradient_hooks(p)) > hooks[name]), None)
+    if name is None:
+        return ""
+    if model.mechanism == "fsdp":
+        return (
+            f"{name} was given a hook (register_hook) after parallelize, which sharded gradients never call: {_WAY_OUT}"
+        )
+    if mesh.rank == 0 and mesh.plan.degrees.num_devices * mesh.plan.num_microbatches > 1:
+        _log.warning(
+            "%s was given a hook (register_hook) after parallelize, which is called with the gradient of one "
+            "micro-batch of one rank: if it changes gradients, %s",
+            name,
+            _WAY_OUT,
+        )
+    return ""
 
 
 _WAY_OUT = "let the function that builds the model do that, and plan that model"

@@ -21,6 +21,7 @@ from ..planner.plan.document import Plan, load_plan
 from ..planner.plan.not_run import not_run
 from ..profiler.model.building import in_training
 from ..profiler.model.forward_state import undone
+from ..profiler.model.held_tensors import gradient_hooks
 from ..profiler.model.loaded import split_inputs
 from .agreement import (
     check_lengths,
@@ -299,6 +300,7 @@ class Trainer:
         self._marks: list[torch.Tensor] = []  # of the shares since the last optimizer step
         self._trained = {name: p.requires_grad for name, p in model.parameters.items()}
         self._dtypes = {name: p.dtype for name, p in model.parameters.items()}
+        self._hooks = {name: len(gradient_hooks(p)) for name, p in model.parameters.items()}
         if plan.degrees.tensor > 1:
             self._first_step = SharedGradients(model.model, model.layout)
         else:
@@ -402,7 +404,7 @@ class Trainer:
             self._see_frozen()
         if not self._looks:
             return
-        check_parameters(self.mesh, self._applied, self._dtypes)
+        check_parameters(self.mesh, self._applied, self._dtypes, self._hooks)
         check_shares(self.mesh, batch, self.progress.steps + 1, self._dealt)
         self._looks = False
 

@@ -24,6 +24,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "ddp": {"replicate": 2},
     "tensor": {"tensor": 2},
     "pipeline": {"stages": (2, 2)},
+    "shards": {"shard": 2},
 }
 
 ONE = TiedNet()
@@ -135,6 +136,13 @@ def own_weights(plan: str) -> None:
     model.load_state_dict(model.state_dict())
 
 
+def hooked(plan: str) -> None:
+    trainer = trainer_of(plan)
+    for parameter in trainer.model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    trainer.step(next(trainer.loader(samples)))
+
+
 EVERY: dict[str, list[tuple[Act, str]]] = {
     "ddp": [
         (lambda plan: trainer_of(plan, seed=dist.get_rank()), r"rank 1 was given seed=1, rank 0 seed=0"),
@@ -162,6 +170,7 @@ EVERY: dict[str, list[tuple[Act, str]]] = {
         (whole_weights, r"given tokens.weight of \[30, 16\], but .* parallelize\(weights=...\)"),
         (own_weights, r"nothing"),
     ],
+    "shards": [(hooked, r"tokens.weight was given a hook .* which sharded gradients never call")],
 }
 
 
@@ -261,6 +270,13 @@ def test_a_sum_over_samples_is_told_once(caplog: pytest.LogCaptureFixture) -> No
 
     assert [record.message for record in caplog.records if "1/2 of what one device" in record.message] != []
     assert sum("twice the loss" in record.message for record in caplog.records) == 1
+
+
+def test_a_hook_that_is_given_a_part_of_a_gradient_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="meshwright"):
+        hooked("one")
+
+    assert any("with the gradient of one micro-batch of one rank" in record.message for record in caplog.records)
 
 
 def test_loaders_that_give_nothing_are_told() -> None:
