@@ -48,6 +48,7 @@ from meshwright.planner.solve.tensor_choice import CutChoice
 from meshwright.profiler.machine.cluster import ClusterSpec, Link
 from meshwright.profiler.model.model_profile import ModelProfile
 from support import slow
+from support.cli import small_profile
 from support.enumeration import plans_of, ways_of
 from support.synthetic import cluster, device, layer_class, profile, random_class
 
@@ -360,6 +361,17 @@ def test_pins_are_kept() -> None:
 
     assert shape_of(result.plan).pipeline == 2
     assert all(layer.recompute == "full" for stage in result.plan.stages for layer in stage.layers)
+
+
+def test_a_rule_of_thumb_that_breaks_a_pin_is_not_the_plan() -> None:
+    model, on = small_profile(), cluster(1, 4)
+    training = TrainingSpec(global_batch=8, seq_len=model.seq_len)
+
+    found = search(model, on, training, pins=Pins(offload_optimizer=True))
+
+    assert found.plan.offload_optimizer
+    faster = [each.verdict for each in found.baselines if each.verdict.kind is VerdictKind.FASTER]
+    assert {each.detail for each in faster} == {"excluded by --pin"}
 
 
 def test_worked_example_of_the_planners_readme() -> None:

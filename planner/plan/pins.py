@@ -100,4 +100,5 @@ class Pins:
             and (shape.pipeline == 1 or self.allows("virtual_stages", shape.virtual_stages))
             and (shape.context == 1 or self.allows("context_kind", shape.context_kind))
             and self.splits_sequences(shape.tensor, shape.sequence, shape.context)
+            and shape.offload_optimizer == self.offload_optimizer
         )
