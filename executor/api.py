@@ -708,6 +708,7 @@ def check_report(path: str | Path, trace: str | Path | None) -> Path:
 def _of_setup(text: str, profile: ModelProfile, cluster: ClusterSpec, training: "TrainingSpec", pins: "Pins") -> "Pins":
     """What a set-up in words decides, or the first set-up of a framework's usual ones that fits. pins: of the other
     flags, of which only --for goes with it."""
+    from ..planner.answers.blame import blamed
     from ..planner.answers.fitting import closest_plan
     from ..planner.answers.guidance import named_rules
     from ..planner.answers.search import pins_of
@@ -725,7 +726,11 @@ def _of_setup(text: str, profile: ModelProfile, cluster: ClusterSpec, training: 
             decided = pins_of(parse_setup(text, cluster.num_devices, cluster.devices_per_host))
         except IllegalSetupError as error:
             raise ValueError(str(error)) from None
-        return replace(decided, framework=pins.framework)
+        decided = replace(decided, framework=pins.framework)
+        found = blamed(profile, cluster, training, decided)
+        if found is not None:
+            raise ValueError(f"--setup {text!r}: {found.rule}")
+        return decided
     explorer = Explorer(profile, cluster, training)
     attempts = rules[text.strip().lower()].attempts
     fitting = (each for each in attempts if (c := closest_plan(explorer, each)) is not None and c.over_bytes <= 0)

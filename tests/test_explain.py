@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
+import meshwright as mw
 from meshwright.planner.answers.blame import blamed, is_legal
 from meshwright.planner.answers.check import check
 from meshwright.planner.answers.decision_path import Step, walk
@@ -25,7 +26,7 @@ from meshwright.planner.answers.guidance import (
     no_candidates,
     rules_of_thumb,
 )
-from meshwright.planner.answers.search import InfeasibleError, SolverError, pins_of, search
+from meshwright.planner.answers.search import InfeasibleError, SolverError, pins_of, price_setup, search
 from meshwright.planner.answers.sweep import (
     Point,
     changes_of_kind,
@@ -39,6 +40,7 @@ from meshwright.planner.answers.tutorial import lessons
 from meshwright.planner.answers.why_not import best_of, why_not, why_not_plan, why_not_setup
 from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.plan.document import Plan, placement
+from meshwright.planner.plan.frameworks import framework_of
 from meshwright.planner.plan.legality import context_rule, tensor_rule
 from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.pin_texts import read_pins
@@ -52,6 +54,7 @@ from meshwright.profiler.machine.units import format_seconds
 from meshwright.profiler.model.model_profile import ModelProfile
 from support import slow
 from support.cli import run_plan, save_profile, small_profile, some_plan
+from support.exported import PROFILE
 from support.synthetic import cluster, device, layer_class, profile
 
 BATCH = 24
@@ -274,6 +277,54 @@ def test_an_illegal_set_up_is_answered_by_its_rule(planned: tuple[Plan, Estimate
 
     assert found.kind == "illegal"
     assert found.sentence.startswith("tp=8 is not legal: tensor=8 does not divide 4")
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("hsdp:4", "global batch 12 is no multiple of 8 data ranks"),
+        ("mb=3", "global batch 12 is no multiple of 8 data ranks"),
+        ("mb=5", "micro-batches of 5 do not divide the global batch of 12, as 4 or 6 would"),
+        ("tp=4 mb=4", "micro-batches of 4 do not divide the 6 samples of a data rank, as 3 or 6 would"),
+        ("pp=4 v=2", "4 pipeline ranks of 2 stages each are 8 stages, and the model can be cut into 4"),
+        ("pp=2 schedule=zb-h1 recompute=full", "zero-bubble schedules run without recompute"),
+    ],
+)
+def test_a_set_up_is_told_the_same_rule_by_all_that_refuse_it(text: str, rule: str) -> None:
+    """The rule that excludes the layout which was asked for, not one of those nearby that have as few of its words."""
+    model, on, training = chain(), cluster(1, 8), job(12)
+    setup = parse_setup(text, on.num_devices, on.devices_per_host)
+    plan, found = search(model, on, training).plan, Mock()
+
+    answered = why_not_setup(Explorer(model, on, training), setup, plan, found)
+
+    assert answered.sentence == f"{text} is not legal: {rule}"
+    assert price_setup(setup, model, on, training).verdict.detail == rule
+    with pytest.raises(ValueError, match=f"^--setup '{text}': {re.escape(rule)}$"):
+        mw.plan(model, cluster=on, global_batch=12, setup=text)
+
+
+@pytest.mark.parametrize(
+    ("target", "pins", "told"),
+    [
+        ("megatron", Pins(schedule="gpipe"), "schedule=gpipe is none of Megatron-LM's: it takes 1f1b, interleaved"),
+        ("megatron", Pins(pipeline=2, reshard=True), "data_shard: Megatron-LM takes zero=1 beside a pipeline"),
+        ("accelerate", Pins(schedule="interleaved"), "pipeline: Accelerate has stages in code, not in its settings"),
+        ("torchtitan", Pins(context_kind="ring", context=2), "context_kind=ring is none of torchtitan's"),
+        ("deepspeed", Pins(context=2), "context: DeepSpeed has no context parallelism in its settings"),
+        ("deepspeed", Pins(tensor=2, reshard=True), "tensor: DeepSpeed's AutoTP goes with ZeRO up to 2"),
+        ("deepspeed", Pins(sequence_ways=2), "sequence: DeepSpeed has no sequence parallelism beside its AutoTP"),
+        ("deepspeed", Pins(data_replicate=2, data_shard=4), "data_replicate: ZeRO of DeepSpeed shards over all"),
+    ],
+)
+def test_what_a_framework_does_not_run_is_told_of_what_was_pinned(target: str, pins: Pins, told: str) -> None:
+    chosen = replace(pins, framework=framework_of(target))
+    model = PROFILE.model_copy(update={"attention_modules": ("model.layers.0.self_attn",)})
+
+    found = blamed(model, cluster(1, 8), job(), chosen)
+
+    assert found is not None
+    assert found.rule.startswith(told)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Which of the user's pins leave no legal shape, and the rule that excludes what they allow."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...profiler.machine.cluster import ClusterSpec
@@ -52,22 +53,56 @@ def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, 
         fewer = in_words(left)[words]
         if not is_legal(profile, cluster, training, said(fewer)):
             left = fewer
-    space = Space(profile, cluster, training, said(left))
+    words = tuple(in_words(left))
+    of_all, of_left = (_rejected(profile, cluster, training, said(each)) for each in (pins, left))
+    own = _of_a_framework(left) or _of_a_pin(profile, training, left, cluster.num_devices)
+    why = own or _first(of_all, words) or _numbers_rule(pins, cluster, training) or _first(of_left, words)
+    return Blame(words, why or _unreachable(left, cluster, training))
+
+
+def _rejected(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins) -> Mapping[str, int]:
+    """Rule -> shapes that it excludes, of pins that no legal shape agrees with."""
+    space = Space(profile, cluster, training, pins)
     assert next(space.families(), None) is None
-    aside = "tensor: " if left.tensor is None else "none"  # nobody asked for that
-    rules = [rule for rule, count in space.rejected.items() if count]
-    rules.sort(key=lambda rule: (rule.startswith(aside), -space.rejected[rule]))
-    if left.expert not in (None, 1):  # where no ranks may be shards there is no shape that could be rejected for it
-        own = expert_rule(profile, left.expert) or sharding_rule(profile, training.precision)
-        rules = [own, *rules] if own else rules
-    why = rules[0] if rules else _unreachable(left, cluster, training)
-    if left.tensor is None or cluster.num_devices % left.tensor == 0:
-        why = _of_a_pin(profile, training, left) or why
-    return Blame(tuple(in_words(left)), why)
+    return space.rejected
 
 
-def _of_a_pin(profile: ModelProfile, training: TrainingSpec, left: Pins) -> str | None:
+def _first(rejected: Mapping[str, int], pinned: Sequence[str]) -> str | None:
+    """Of rules that begin with the name of something pinned, of those with no name, and of those about what nobody
+    asked for, in this order, the one that excludes most; None where nothing was there to be excluded."""
+    names = {words.partition("=")[0] for words in pinned}
+
+    def rank(rule: str) -> tuple[int, int]:
+        name, mark, _ = rule.partition(": ")
+        about = 1 if not mark or not name.isidentifier() else 0 if name in names else 2
+        return about, -rejected[rule]
+
+    return min(rejected, key=rank, default=None)
+
+
+def _of_a_framework(left: Pins) -> str | None:
+    """Why the framework that plans are asked for runs none with a schedule, sharding or context ranks that are pinned,
+    or None."""
+    framework = left.framework
+    if framework is None:
+        return None
+    if left.context not in (None, 1) or left.context_kind is not None:
+        by_context = framework.context_rule(left.context_kind)
+        if by_context is not None:
+            return by_context
+    if left.pipeline not in (None, 1) or left.schedule not in (None, "none"):
+        return framework.pipeline_rule(left.schedule, left.gradient_sync, left.reshard)
+    return None
+
+
+def _of_a_pin(profile: ModelProfile, training: TrainingSpec, left: Pins, num_devices: int) -> str | None:
     """The rule that excludes what one of the pins says, whatever the others do; more shapes may break other rules."""
+    if left.expert not in (None, 1):  # where no ranks may be shards there is no shape that could be rejected for it
+        by_experts = expert_rule(profile, left.expert) or sharding_rule(profile, training.precision)
+        if by_experts is not None:
+            return by_experts
+    if left.tensor is not None and num_devices % left.tensor:
+        return None
     places = len(stage_starts(profile)) + 1
     if left.pipeline not in (None, 1) and (by_stages := pipeline_rule(profile, left.pipeline, places)) is not None:
         return by_stages
@@ -81,6 +116,13 @@ def _of_a_pin(profile: ModelProfile, training: TrainingSpec, left: Pins) -> str 
                 f"{left.schedule} on {ranks} pipeline ranks takes at least {stages} stages, and the model can be cut "
                 f"into {places}{held_together(profile)}"
             )
+    if left.virtual_stages not in (None, 1) and left.pipeline != 1:
+        ranks, each = left.pipeline or 2, left.virtual_stages
+        if places < ranks * each:
+            return (
+                f"{ranks} pipeline ranks of {each} stages each are {ranks * each} stages, and the model can be cut "
+                f"into {places}{held_together(profile)}"
+            )
     if left.tensor not in (None, 1):
         by_tensor = tensor_rule(profile, left.tensor) or fp8_rule(profile, training, left.tensor)
         if by_tensor is not None:
@@ -88,6 +130,29 @@ def _of_a_pin(profile: ModelProfile, training: TrainingSpec, left: Pins) -> str 
     needs = [left.data_shard, left.tensor, left.context, *([left.pipeline] if training.is_mixed else [])]
     shards = any(pin not in (None, 1) for pin in needs)
     return sharding_rule(profile, training.precision) if shards else None
+
+
+def _numbers_rule(pins: Pins, cluster: ClusterSpec, training: TrainingSpec) -> str | None:
+    """What of the pinned degrees and micro-batch does not divide the GPUs or the batch, or None."""
+    degrees = ("tensor", "context", "pipeline", "data_replicate", "data_shard")
+    pinned = {name: value for name in degrees if (value := getattr(pins, name)) is not None}
+    product, count = math.prod(pinned.values()), cluster.num_devices
+    if count % product:
+        near = nearest_divisors(count, product)
+        return f"{' x '.join(map(str, pinned.values()))} does not divide {count} GPUs, as {near} would"
+    size, batch = pins.micro_batch, training.global_batch
+    if size is not None and batch % size:
+        near = nearest_divisors(batch, size)
+        return f"micro-batches of {size} do not divide the global batch of {batch}, as {near} would"
+    if not {"tensor", "context", "pipeline"} <= pinned.keys():
+        return None
+    data = count // math.prod(pinned[name] for name in degrees[:3])
+    if batch % data:
+        return f"global batch {batch} is no multiple of {data} data ranks"
+    if size is not None and batch // data % size:
+        near = nearest_divisors(batch // data, size)
+        return f"micro-batches of {size} do not divide the {batch // data} samples of a data rank, as {near} would"
+    return None
 
 
 def _unreachable(pins: Pins, cluster: ClusterSpec, training: TrainingSpec) -> str:
@@ -100,16 +165,6 @@ def _unreachable(pins: Pins, cluster: ClusterSpec, training: TrainingSpec) -> st
             f"experts can be spread {pins.expert} ways only over so many ranks that hold tokens of their own: "
             "data_shard x context, and x tensor under sequence parallelism"
         )
-    degrees = ("tensor", "context", "pipeline", "data_replicate", "data_shard")
-    pinned = [value for name in degrees if (value := getattr(pins, name)) is not None]
-    product, count = math.prod(pinned), cluster.num_devices
-    if count % product:
-        near = nearest_divisors(count, product)
-        return f"{' x '.join(map(str, pinned))} does not divide {count} GPUs, as {near} would"
-    size, batch = pins.micro_batch, training.global_batch
-    if size is not None and batch % size:
-        near = nearest_divisors(batch, size)
-        return f"micro-batches of {size} do not divide the global batch of {batch}, as {near} would"
     return (
         f"tensor x pipeline x data ranks must be the {cluster.num_devices} GPUs, and data ranks x micro-batch x "
         f"micro-batches the global batch of {training.global_batch}"

@@ -72,6 +72,9 @@ def closest_verdict(explorer: Explorer, pins: Pins, rejected: dict[str, int]) ->
     """Why a pinned set-up has no plan: the rule that excludes it, or what is over its budget."""
     closest = closest_plan(explorer, pins)
     if closest is None:
+        found = blamed(explorer.profile, explorer.cluster, explorer.training, pins)
+        if found is not None:
+            return not_legal(found.rule)
         rules = {rule: count for rule, count in (rejected or _rejected(explorer, pins)).items() if count}
         degrees = f"no layout of {explorer.cluster.num_devices} GPUs has these degrees"
         return not_legal(max(rules, key=lambda rule: rules[rule], default=degrees))

@@ -12,7 +12,6 @@ from ..plan.not_run import priced_mark
 from ..plan.pins import Pins
 from ..plan.setups import Setup
 from ..solve.explore import SIMPLE, Explorer
-from .blame import blamed
 from .candidate import Candidate
 from .check import violations
 from .explain import CAUSES, causes_apart
@@ -186,9 +185,7 @@ def _no_plan(explorer: Explorer, asked: str, pins: Pins) -> Answer:
     """The answer for a set-up that has no plan."""
     closest = closest_plan(explorer, pins)
     if closest is None:
-        found = blamed(explorer.profile, explorer.cluster, explorer.training, pins)
-        rule = None if found is None else found.rule
-        return not_legal(asked, rule or closest_verdict(explorer, pins, {}).detail)
+        return not_legal(asked, closest_verdict(explorer, pins, {}).detail)
     if closest.over_bytes <= 0:
         sentence = f"{asked} may fit, but no plan of it was found in time; try it with --setup"
         return Answer(asked, VerdictKind.NOT_FOUND, sentence)

@@ -35,6 +35,13 @@ class Zero(NamedTuple):
 ZERO_1, ZERO_2, ZERO_3 = Zero("last", False), Zero("every", False), Zero("every", True)
 
 
+def _in_words(mode: Zero) -> str:
+    """What people call a way of sharding."""
+    if mode.reshard:
+        return "zero=3" if mode.sync == "every" else "zero=3 with gradients reduced once a step"
+    return "zero=2" if mode.sync == "every" else "zero=1"
+
+
 @dataclass(frozen=True)
 class Asked:
     """What a rule is asked about: a shape, of which micro-batch and schedule are open, for a model and a job."""
@@ -123,6 +130,30 @@ class Framework:
         asked = f"parts ({parts_in_words(recompute)})" if parts_in_words(recompute) else recompute
         return f"recompute={asked} is nothing that {self.name} is told; it takes {', '.join(self.recomputes)}"
 
+    def pipeline_rule(
+        self,
+        schedule: Schedule | None = None,
+        sync: Literal["every", "last"] | None = None,
+        reshard: bool | None = None,
+    ) -> str | None:
+        """Why no pipeline runs with a schedule and state sharded like that, each None where it is open, or None."""
+        if not self.schedules:
+            return f"pipeline: {self.name} has stages in code, not in its settings"
+        if schedule is not None and schedule not in self.schedules:
+            return f"schedule={schedule} is none of {self.name}'s: it takes {', '.join(self.schedules)}"
+        modes = self.zero_in_pipelines
+        if any(sync in (None, mode.sync) and reshard in (None, mode.reshard) for mode in modes):
+            return None
+        return f"data_shard: {self.name} takes {' or '.join(map(_in_words, modes))} beside a pipeline"
+
+    def context_rule(self, kind: ContextKind | None) -> str | None:
+        """Why no context ranks attend to each other like that, or (None) in any way, or None."""
+        if not self.contexts:
+            return f"context: {self.name} has no context parallelism in its settings"
+        if kind is None or kind in self.contexts:
+            return None
+        return f"context_kind={kind} is none of {self.name}'s: it takes {', '.join(self.contexts)}"
+
     def starts(self, profile: ModelProfile) -> list[int]:
         """Layers before which a stage may begin: what comes before the blocks is on the first stage, what comes behind
         them on the last. A model without such a row is cut at its children and items of its lists."""
@@ -143,7 +174,7 @@ class Framework:
     def split_rule(self, asked: Asked) -> str | None:
         """Why a model is not split like that, however data ranks are used, or None."""
         if asked.shape.pipeline > 1 and not self.schedules:
-            return f"pipeline: {self.name} has stages in code, not in its settings"
+            return self.pipeline_rule()
         return next((found for rule in self.rules if (found := rule(asked)) is not None), None)
 
     def data_rule(self, asked: Asked) -> str | None:

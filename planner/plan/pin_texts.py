@@ -41,6 +41,14 @@ _OF_SCHEDULE: dict[str, tuple[int, int | None]] = {
 """Schedule -> fewest and most stages of each rank."""
 
 
+_OF_ZERO: dict[tuple[str, object], str] = {
+    ("reshard", True): "zero=3",
+    ("reshard", False): "zero below 3",
+    ("gradient_sync", "every"): "zero above 1",
+    ("gradient_sync", "last"): "zero=1",
+}
+"""What zero=N pins -> what of it that is."""
+
 _OFFERS = ("everything", "parts", "offload_activations")
 """Pins that add to what may be chosen."""
 
@@ -169,7 +177,8 @@ def in_words(pins: Pins) -> dict[str, Pins]:
             continue
         name = "sequence" if field.name == "sequence_ways" else field.name
         shown = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
-        found[f"{name}={shown}"] = replace(pins, **{field.name: None})  # type: ignore[arg-type]
+        words = _OF_ZERO.get((name, value), f"{name}={shown}")
+        found[words] = replace(pins, **{field.name: None})  # type: ignore[arg-type]
     for name, limit in pins.most:
         found[f"{name} at most {limit}"] = replace(pins, most=tuple(m for m in pins.most if m != (name, limit)))
     for schedule in pins.without:
