@@ -3,6 +3,7 @@
 Arguments mean what the flags of the same names mean, and what is wrong is said in the same words.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -709,9 +710,9 @@ def _of_setup(text: str, profile: ModelProfile, cluster: ClusterSpec, training: 
     """What a set-up in words decides, or the first set-up of a framework's usual ones that fits. pins: of the other
     flags, of which only --for goes with it."""
     from ..planner.answers.blame import blamed
-    from ..planner.answers.fitting import closest_plan
+    from ..planner.answers.fitting import fits
     from ..planner.answers.guidance import named_rules
-    from ..planner.answers.search import pins_of
+    from ..planner.answers.search import RULE_S, pins_of
     from ..planner.plan.pin_texts import in_words
     from ..planner.plan.setups import IllegalSetupError, parse_setup
     from ..planner.solve.explore import Explorer
@@ -733,7 +734,7 @@ def _of_setup(text: str, profile: ModelProfile, cluster: ClusterSpec, training: 
         return decided
     explorer = Explorer(profile, cluster, training)
     attempts = rules[text.strip().lower()].attempts
-    fitting = (each for each in attempts if (c := closest_plan(explorer, each)) is not None and c.over_bytes <= 0)
+    fitting = (each for each in attempts if fits(explorer, each, time.monotonic() + RULE_S))
     return replace(next(fitting, attempts[-1]), framework=pins.framework)
 
 

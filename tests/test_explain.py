@@ -23,6 +23,7 @@ from meshwright.planner.answers.guidance import (
     LONG_SEQUENCE,
     ONE_GPU,
     SHARDED,
+    named_rules,
     no_candidates,
     rules_of_thumb,
 )
@@ -37,7 +38,7 @@ from meshwright.planner.answers.sweep import (
     sweep,
 )
 from meshwright.planner.answers.tutorial import lessons
-from meshwright.planner.answers.why_not import best_of, why_not, why_not_plan, why_not_setup
+from meshwright.planner.answers.why_not import best_of, followed, why_not, why_not_plan, why_not_setup
 from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.plan.document import Plan, placement
 from meshwright.planner.plan.frameworks import framework_of
@@ -302,6 +303,25 @@ def test_a_set_up_is_told_the_same_rule_by_all_that_refuse_it(text: str, rule: s
     assert price_setup(setup, model, on, training).verdict.detail == rule
     with pytest.raises(ValueError, match=f"^--setup '{text}': {re.escape(rule)}$"):
         mw.plan(model, cluster=on, global_batch=12, setup=text)
+
+
+def test_a_frameworks_usual_set_up_is_the_same_plan_wherever_it_is_asked_for() -> None:
+    """ZeRO-1 fits with all samples at once, as gradients are then reduced layer by layer; with more micro-batches they
+    stay whole until the last."""
+    large, small = (layer_class(name, 1e11, n * 10_000_000, saved=1e6, inputs=1e6) for name, n in (("a", 6), ("b", 1)))
+    model, on = profile([large, small], [0, 1, 1, 1, 1, 1]), cluster(4, 1, device(memory=0.9e9))
+    explorer = Explorer(model, on, job())
+    rule = next(rule for rule in named_rules(on, model) if rule.name == "megatron")
+    beside = followed(explorer, rule, math.inf)
+
+    asked = mw.plan(model, cluster=on, global_batch=BATCH, memory_margin=0.0, setup="megatron").document
+
+    assert beside.plan is not None
+    assert asked.degrees == beside.plan.degrees
+    closest = closest_plan(explorer, rule.attempts[0])
+    assert closest is not None
+    assert closest.over_bytes <= 0
+    assert closest.plan.num_microbatches == 1
 
 
 @pytest.mark.parametrize(

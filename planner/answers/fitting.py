@@ -80,8 +80,8 @@ class Closest:
 
 
 def closest_plan(explorer: Explorer, pins: Pins) -> Closest | None:
-    """Of the legal shapes with the smallest micro-batch, everything recomputed and sharded that may be, the plan that
-    misses the budget by least; None if no shape is legal."""
+    """Of the frugal shapes, everything recomputed that may be and holds less so, the plan that misses the budget by
+    least; None if no shape is legal."""
     best = min(_leanest(explorer, pins), key=lambda one: one[0], default=None)
     if best is None:
         return None
@@ -155,7 +155,7 @@ def _with_memory(cluster: ClusterSpec, times: float) -> ClusterSpec:
 
 def frugal_shapes(explorer: Explorer, pins: Pins) -> Iterator[Shape]:
     """Per choice of tensor, context and pipeline degree: sequence parallelism, the most expert ranks, the smallest
-    micro-batch and the widest sharding."""
+    micro-batch (or all samples at once, where shards would have to keep whole gradients) and the widest sharding."""
     return (shape for _, shape in _frugal(explorer, pins))
 
 
@@ -168,13 +168,25 @@ def _frugal(explorer: Explorer, pins: Pins) -> Iterator[tuple[Family, Shape]]:
         splits[key] = min(splits.get(key, split), split, key=lambda each: (not each.sequence, -each.expert))
     for split in splits.values():
         frugal: dict[int, Family] = {}
+        at_once: dict[int, Family] = {}
         for family in space.families_of(split):
             if pins.schedule is None and is_chunked(family.schedule):
                 continue  # 1F1B holds no more
             best = frugal.setdefault(family.virtual_stages, family)
             frugal[family.virtual_stages] = min(best, family, key=lambda f: (f.micro_batch, f.schedule == "gpipe"))
-        for family in frugal.values():
-            yield family, max(space.shapes(family), key=lambda s: (s.data_shard, s.gradient_sync == "every", s.reshard))
+            if family.num_microbatches == 1:
+                at_once.setdefault(family.virtual_stages, family)
+        for chunks, family in frugal.items():
+            shape = _widest(space, family)
+            yield family, shape
+            whole = shape.sharded_over > 1 and shape.gradient_sync == "last" and shape.num_microbatches > 1
+            if whole and chunks in at_once:  # or gradients stay whole from one micro-batch to the next
+                yield at_once[chunks], _widest(space, at_once[chunks])
+
+
+def _widest(space: Space, family: Family) -> Shape:
+    """The family's shape whose state is sharded most."""
+    return max(space.shapes(family), key=lambda s: (s.data_shard, s.gradient_sync == "every", s.reshard))
 
 
 def even_stages(explorer: Explorer, shape: Shape, pins: Pins) -> list[list[LayerOption]]:
