@@ -31,7 +31,8 @@ from meshwright.planner.plan.pin_texts import read_pins
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import Objective, TrainingSpec
 from meshwright.planner.solve.explore import Explorer, Outcome
-from meshwright.profiler.machine.cluster import ClusterSpec
+from meshwright.profiler.machine.cluster import ClusterSpec, cluster_of, load_device
+from meshwright.profiler.machine.instances import instance
 from meshwright.profiler.model.model_profile import ModelProfile
 from support import slow
 from support.synthetic import cluster, device, layer_class, profile
@@ -46,9 +47,11 @@ def job(**changes: object) -> TrainingSpec:
     return TrainingSpec.model_validate({"global_batch": 24, "seq_len": 64, "memory_margin": 0.05} | changes)
 
 
-def refused(on: ClusterSpec, training: TrainingSpec | None = None, pins: Pins | None = None) -> InfeasibleError:
+def refused(
+    on: ClusterSpec, training: TrainingSpec | None = None, pins: Pins | None = None, model: ModelProfile | None = None
+) -> InfeasibleError:
     with pytest.raises(InfeasibleError) as caught:
-        search(chain(), on, training or job(), pins=pins)
+        search(model or chain(), on, training or job(), pins=pins)
     return caught.value
 
 
@@ -282,3 +285,18 @@ def test_the_objective_of_fewest_gpus_finds_uneven_stages() -> None:
     model, on = units(*[8] * 4, *[1] * 32), cluster(1, 8, device(memory=17 * 10_000_000 * 20.0))
 
     assert cluster_for(Objective.MIN_GPUS, model, on, job(), PIPELINE_ONLY)[0].num_devices == 4
+
+
+def test_flags_are_told_only_where_they_say_all_of_the_cluster() -> None:
+    """--gpus and --device do not go with a cluster file, and --device not with an instance."""
+    by_flags = cluster_of(load_device("h100-80gb"), 8)
+    model = chain(parameters=12_500_000_000)
+
+    told, told_of_instances = (
+        refused(on, job(), model=model).changes for on in (by_flags, instance("p5.48xlarge").cluster(1))
+    )
+
+    flags = [flag for change in told for flag in ("--gpus", "--device") if flag in change]
+    assert flags == ["--gpus", "--device"]
+    assert len(told_of_instances) == len(told)
+    assert not [change for change in told_of_instances if "--gpus" in change or "--device" in change]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ...profiler.machine.cluster import cluster_of, device_names, load_device
+from ...profiler.machine.cluster import cluster_of, device_names, load_device, made_by_flags
 from ...profiler.machine.units import format_bytes, format_seconds
 from ...profiler.model.frozen import in_bf16
 from ...profiler.model.source import LORA
@@ -188,18 +188,19 @@ def _changes(explorer: Explorer, pins: Pins, smallest: Fewest, closest: Closest)
         halved = Explorer(in_bf16(explorer.profile), explorer.cluster, explorer.training, explorer.framework)
         if fits(halved, pins, time.monotonic() + EACH_S):
             yield f"a base in 16 bits (--lora {adapters},base=bf16)"
+    cluster, by_flags = explorer.cluster, made_by_flags(explorer.cluster)
     if smallest.count is not None:
-        cluster = explorer.cluster
-        kind = "of this kind" if len(cluster.kinds) == 1 else f"like {cluster.device.name}, all of them,"
+        kind = "GPUs of this kind" if len(cluster.kinds) == 1 else f"GPUs, all of them {cluster.device.name}"
         perhaps = "" if smallest.shown else ", perhaps fewer"
-        yield f"{smallest.count} GPUs {kind}{perhaps} (--gpus {smallest.count})"
-    memory = closest.needed * explorer.cluster.device.memory
+        yield f"{smallest.count} {kind}{perhaps}" + (f" (--gpus {smallest.count})" if by_flags else "")
+    memory = closest.needed * cluster.device.memory
     larger = sorted((d for d in map(load_device, device_names()) if d.memory > memory), key=lambda d: d.memory)
     for device in larger:
-        same = cluster_of(device, explorer.cluster.num_devices)
+        same = cluster_of(device, cluster.num_devices)
         on = Explorer(explorer.profile, same, explorer.training, explorer.framework)
         if fits(on, pins, time.monotonic() + EACH_S):
-            yield f"devices with {format_bytes(device.memory)} (--device {device.name})"
+            named = f"--device {device.name}" if by_flags else f"such as {device.name}"
+            yield f"devices with {format_bytes(device.memory)} ({named})"
             break
     away = offloaded(explorer, pins)
     if away is not None:

@@ -424,6 +424,13 @@ def cluster_of(device: Device, num_devices: int, devices_per_host: int | None = 
     return ClusterSpec(name=f"{num_devices} x {device.name}", hosts=(hosts,), network=device.network)
 
 
+def made_by_flags(cluster: ClusterSpec) -> bool:
+    """Whether --gpus, --device and --gpus-per-node say all of a cluster, as `cluster_of` makes it."""
+    first, *others = cluster.hosts
+    usual = first.link == first.device.link and cluster.between_hosts == first.device.network
+    return not others and usual
+
+
 def load_cluster(path: Path) -> ClusterSpec:
     """Read a cluster TOML.
 
