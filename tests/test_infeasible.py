@@ -300,3 +300,14 @@ def test_flags_are_told_only_where_they_say_all_of_the_cluster() -> None:
     assert flags == ["--gpus", "--device"]
     assert len(told_of_instances) == len(told)
     assert not [change for change in told_of_instances if "--gpus" in change or "--device" in change]
+
+
+@pytest.mark.parametrize(("pins", "other"), [(Pins(tensor=1, pipeline=1, data_shard=1), True), (Pins(tensor=8), False)])
+def test_more_gpus_that_do_only_with_other_degrees_are_told_so(pins: Pins, other: bool) -> None:
+    model, on = chain(parameters=12_500_000_000), cluster_of(load_device("h100-80gb"), 8)
+
+    (change,) = [change for change in refused(on, job(), pins, model).changes if "--gpus" in change]
+
+    assert ("with other degrees than are pinned" in change) == other
+    more = cluster_of(load_device("h100-80gb"), int(change.partition(" ")[0]))
+    assert fits(Explorer(model, more, job()), pins, math.inf) is not other

@@ -286,12 +286,18 @@ def fewest(counts: Sequence[int], does: Callable[[int], bool | None]) -> Fewest:
     return Fewest(counts[place], all(answers.get(count) is False for count in counts[:place]))
 
 
+def with_any_degrees(pins: Pins) -> Pins:
+    """The pins without those of degrees, which another number of GPUs may not go with."""
+    degrees = ("data_replicate", "data_shard", "pipeline", "tensor", "context", "expert")
+    return replace(pins, **dict.fromkeys(degrees))
+
+
 def smallest_cluster(explorer: Explorer, pins: Pins, deadline: float) -> Fewest:
     """The smallest number of GPUs of this kind that would do, of those that fill hosts, by a search of the whole space
     for each until the deadline; none if not even 64 times as many do."""
     cluster = explorer.cluster
     per_host, here = _full_host(cluster), cluster.num_devices
-    free = replace(pins, data_replicate=None, data_shard=None, pipeline=None, tensor=None, context=None, expert=None)
+    free = with_any_degrees(pins)
 
     def with_gpus(count: int) -> Explorer:
         return Explorer(explorer.profile, grown(cluster, count), explorer.training, explorer.framework)

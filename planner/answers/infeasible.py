@@ -32,9 +32,11 @@ from .fitting import (
     even_stages,
     fits,
     frugal_shapes,
+    grown,
     smallest_cluster,
     solved,
     state_and_room,
+    with_any_degrees,
 )
 from .verdict import LATE, Verdict, not_legal
 
@@ -192,7 +194,11 @@ def _changes(explorer: Explorer, pins: Pins, smallest: Fewest, closest: Closest)
     if smallest.count is not None:
         kind = "GPUs of this kind" if len(cluster.kinds) == 1 else f"GPUs, all of them {cluster.device.name}"
         perhaps = "" if smallest.shown else ", perhaps fewer"
-        yield f"{smallest.count} {kind}{perhaps}" + (f" (--gpus {smallest.count})" if by_flags else "")
+        free = with_any_degrees(pins)
+        larger_one = Explorer(explorer.profile, grown(cluster, smallest.count), explorer.training, explorer.framework)
+        as_pinned = free == pins or fits(larger_one, pins, time.monotonic() + EACH_S)
+        other = "" if as_pinned else " with other degrees than are pinned"
+        yield f"{smallest.count} {kind}{other}{perhaps}" + (f" (--gpus {smallest.count})" if by_flags else "")
     memory = closest.needed * cluster.device.memory
     larger = sorted((d for d in map(load_device, device_names()) if d.memory > memory), key=lambda d: d.memory)
     for device in larger:
