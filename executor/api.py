@@ -165,7 +165,7 @@ class Planned:
         from .reporting.report_facts import gather
 
         facts = gather(self.document, self.profile, say or (lambda *_: None))
-        write_file(path, report_page(facts, self.source, self.profile.notes, run))
+        write_file(path, report_page(facts, self.source, [*self.profile.told, *self.profile.notes], run))
         return facts, 0 if trace is None else write_trace(self.document, self.profile, trace)
 
     def export(self, to: str, path: str | Path | None = None) -> "Export":
@@ -204,9 +204,9 @@ class Planned:
 
     @property
     def notes(self) -> list[str]:
-        """What could not be cut or recognised of the model, which of its parameters are not trained, what of the batch
-        keeps plans out, whether fewer GPUs would nearly do, and what padding would save; empty for a plan that was read
-        from a file."""
+        """What could not be cut or recognised of the model, which of its parameters are not trained, by what numbers
+        come to differ with the plan, what of the batch keeps plans out, whether fewer GPUs would nearly do, and what
+        padding would save; empty for a plan that was read from a file."""
         return [] if self.result is None else [*joined_notes(self.profile.notes), *self._advice]
 
     @property
@@ -217,6 +217,7 @@ class Planned:
         others = filter(None, (self.fewer, padding(self.document, self.estimate, self.profile)))
         return [
             *filter(None, [self.profile.untrained]),
+            *self.profile.told,
             *batch_advice(self.document),
             *launch_advice(self.document),
             *map(str, others),
@@ -243,7 +244,7 @@ class Planned:
         if result is not None:
             terminal.print_coupling(console, self.profile.coupling, self.document.micro_batch)
             about = len(joined_notes(self.profile.notes))
-            advice += [f"{about} on what of the model stays whole; -v shows them"] if about else []
+            advice += [f"{about} on how the model is seen and what of it stays whole; -v shows them"] if about else []
         print_first_screen(console, self.document, found, others, self.assumptions, written, advice)
 
     def __str__(self) -> str:

@@ -691,8 +691,8 @@ def test_what_a_loss_would_train_by_itself_is_told() -> None:
     centre = nn.Parameter(torch.zeros(WIDTH))
     loaded = habit(_linear, loss=lambda output, batch: (output - batch[1] - centre).square().mean())
 
-    assert any("the loss would train a tensor of [32] of its own" in note for note in trace(loaded).notes)
-    assert not any("the loss would train" in note for note in trace(habit(_linear)).notes)
+    assert any("the loss would train a tensor of [32] of its own" in note for note in trace(loaded).told)
+    assert not any("the loss would train" in note for note in trace(habit(_linear)).told)
 
 
 def test_replicas_average_what_only_a_later_forward_reads() -> None:
@@ -917,7 +917,7 @@ def test_what_the_first_batch_leaves_for_all_others_is_told() -> None:
             out: torch.Tensor = self.second(torch.tanh(self.first(x - self.mean)))
             return out
 
-    assert any("mean is written" in note for note in trace(habit(Centres)).notes)
+    assert any("mean is written" in note for note in trace(habit(Centres)).told)
 
 
 def test_a_train_of_its_own_is_called_and_what_is_frozen_stays_so() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import meshwright as mw
 from benchmarks.abuse.folder import is_well, table_of
 from meshwright.planner.plan.legality import legal_cuts, micro_batch_rule, sharding_rule
 from meshwright.profiler.model.load import load_model
@@ -147,7 +148,25 @@ def test_gradients_by_how_often_a_word_is_there_couple_samples() -> None:
 
 
 def test_weights_of_labels_are_seen_though_some_batches_have_as_many_in_both_halves() -> None:
-    assert "samples of a micro-batch see each other a little" in trace(odd("class_weights")).notes[0]
+    assert "samples of a micro-batch see each other a little" in trace(odd("class_weights")).told[0]
+
+
+def test_a_mean_over_what_counts_in_a_batch_is_told_with_its_way_out() -> None:
+    told = trace(odd("unweighed_labels")).told
+
+    assert re.search(r"has (?!50%)\d+% of the weight in their loss and 50% as a micro-batch.*weight\(batch\)", told[0])
+    assert trace(odd("ignored_labels")).told == ()
+
+
+@pytest.mark.parametrize("name", ["hard_examples", "balanced_losses"])
+def test_samples_that_see_each_other_in_gradients_alone_couple(name: str) -> None:
+    assert re.match("the gradient of .* in 4 samples is not the mean of its halves'", trace(odd(name)).coupling)
+
+
+def test_the_first_screen_says_that_samples_see_each_other() -> None:
+    screen = " ".join(str(mw.plan(FOLDER / "unweighed_labels.py", gpus=2, device="cpu")).split())
+
+    assert "note samples of a micro-batch see each other a little" in screen
 
 
 def test_bounds_of_rows_are_not_cut() -> None:

@@ -43,7 +43,7 @@ def print_profile(console: Console, profile: ModelProfile) -> None:
     print_titled(console, "One layer of each class, one sample in bf16", _class_table(profile))
     for label, told in _special(profile):
         console.print(hanging(label, Text(told), "dim"))
-    print_notes(console, [*filter(None, [profile.untrained]), *profile.notes])
+    print_notes(console, [*filter(None, [profile.untrained]), *profile.told, *profile.notes])
 
 
 def _class_table(profile: ModelProfile) -> Table:

@@ -99,6 +99,8 @@ class LayerChain:
     """Places of what a forward leaves behind and the next one reads."""
     hookless: bool = False
     """Whether what is saved for backward cannot be watched: torch.func.grad takes no hooks on saved tensors."""
+    told: tuple[str, ...] = ()
+    """By what the numbers that are trained come to differ with the plan."""
 
     def arriving(self, layer: int) -> list[Crossing]:
         """The tensors from earlier layers that a layer reads, in the order in which they are made."""
@@ -156,7 +158,7 @@ def observe(fake: FakeModel, size: int, seq_len: int | None, most_operators: int
                 f"the forward writes into the parameter {name}, which under sharding is not there as a whole; change "
                 "parameters between steps, in the training loop"
             )
-    return replace(chain, notes=(*chain.notes, *_stateful(fake.module, written), *_left(chain.read_again)))
+    return replace(chain, told=(*chain.told, *_stateful(fake.module, written), *_left(chain.read_again)))
 
 
 def _observe(
@@ -191,7 +193,7 @@ def _observe(
                 place for place, renewed in again.items() if renewed or watch.is_of_numbers(fake.left[place])
             ]
         chain = _build_chain(fake, units, watch)
-        return replace(chain, notes=(*chain.notes, *own))
+        return replace(chain, told=own)
 
     try:
         return watched(saved_tensors_hooks(pack, partial(_as_saved, fake)), True)

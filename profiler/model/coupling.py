@@ -34,6 +34,12 @@ _ROUNDING = 1e-4
 _MUCH = 0.01
 """Relative difference of the loss from which the samples that see each other are what is trained."""
 
+_MUCH_APART = 0.2
+"""The same of a gradient that autograd makes of a loss."""
+
+_EXPLAINED = 0.05
+"""Share of a difference that may be left where it is told what makes it."""
+
 _DRAWS = 3
 """Batches that small models are given, as the halves of one may have as many labels of each kind by chance."""
 
@@ -43,6 +49,13 @@ _SCALES = (2.0**-10, 2.0**10)
 _IN_PROPORTION = 1e-3
 """Relative difference of gradients that may be rounding."""
 
+_FLOOR = 5e-3
+"""A gradient below this share of the model's largest is held against that: what is zero by mathematics (of an attention
+key's bias) is nothing but rounding."""
+
+_LOOKED_AT = 1_000_000
+"""Elements of the parameters whose gradients are looked at where autograd makes them all: the smallest parameters."""
+
 _MOST_PARAMETERS = 50_000_000
 _MOST_FLOPS = 20e9
 _SHORT = 16
@@ -51,10 +64,12 @@ _SHORT = 16
 
 @dataclass(frozen=True)
 class Coupling:
-    """How the loss of a sample was seen to depend on others, in words; much: so far that it is what is trained."""
+    """How the loss of a sample was seen to depend on others, in words; much: so far that it is what is trained; weighs:
+    by how much samples count, and by nothing else."""
 
     words: str
     much: bool
+    weighs: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +122,8 @@ def _by_numbers(loaded: LoadedModel, profile: ModelProfile) -> Samples:
 
 
 def _seen(loaded: LoadedModel, draws: int) -> Samples:
-    """What real numbers show, of so many batches."""
+    """What real numbers show, of so many batches: the most that any of them does."""
+    coupling: Coupling | None = None
     gradients = ""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -121,29 +137,66 @@ def _seen(loaded: LoadedModel, draws: int) -> Samples:
             shares = [weight / sum(weights) for weight in weights]
             with SameDraws(), dice_apart(), _batch_norms_apart(), one_thread():
                 runs = [_RealRun(module, loaded, each, drawn) for each in (batch, *parts)]
-            whole, mean = runs[0].loss, sum(share * run.loss for share, run in zip(shares, runs[1:], strict=True))
-            if not math.isfinite(whole + mean):
+            if not all(math.isfinite(run.loss) for run in runs):
                 break
-            difference = abs(whole - mean) / max(abs(whole), abs(mean), 1e-12)
             gradients = next((run.out_of_proportion for run in runs if run.out_of_proportion), gradients)
-            if difference >= _ROUNDING:
-                words = f"the loss of {SAMPLES} samples is {whole:.5g}, the mean of its halves' {mean:.5g}"
-                return Samples(Coupling(words, difference >= _MUCH), gradients)
-            if runs[0].gradients and not gradients:
-                own, others = runs[0].gradients, [run.gradients for run in runs[1:]]
-                means = {n: shares[0] * others[0][n] + shares[1] * others[1][n] for n in own}
-                name, difference = _furthest(own, means)
-                if difference >= _MUCH:
-                    words = f"the gradient of {name} in {SAMPLES} samples is not the mean of its halves'"
-                    return Samples(Coupling(words, much=True), gradients)
-    return Samples(gradients=gradients)
+            found = _between(runs, shares, not gradients)
+            coupling = found if coupling is None or (found is not None and found.much) else coupling
+            if coupling is not None and (coupling.much or coupling.weighs):
+                break
+    return Samples(coupling, gradients)
+
+
+def _between(runs: "list[_RealRun]", shares: list[float], in_proportion: bool) -> Coupling | None:
+    """How the loss of a batch, or its gradients, are seen not to be the mean of its halves'. runs: of all and of each
+    half; shares: of the halves in that mean; in_proportion: whether gradients follow the loss, else they tell nothing.
+    """
+    whole, mean = runs[0].loss, sum(share * run.loss for share, run in zip(shares, runs[1:], strict=True))
+    difference = abs(whole - mean) / max(abs(whole), abs(mean), 1e-12)
+    name, apart, counted = "", 0.0, None
+    if in_proportion and all(run.gradients for run in runs):
+        own, first, second = (run.gradients for run in runs)
+        name, apart = _furthest(own, {n: shares[0] * first[n] + shares[1] * second[n] for n in own}, _FLOOR)
+        counted = _share_of_first(own, first, second, shares[0]) if apart >= _IN_PROPORTION else None
+    if difference < _ROUNDING and apart < _MUCH:
+        return None
+    by_loss = f"the loss of {SAMPLES} samples is {whole:.5g}, the mean of its halves' {mean:.5g}"
+    by_gradient = f"the gradient of {name} in {SAMPLES} samples is not the mean of its halves'"
+    if counted is not None:
+        words = (
+            f"the first half of {SAMPLES} samples has {counted:.0%} of the weight in their loss and {shares[0]:.0%} as "
+            "a micro-batch, as where a loss is the mean over what counts in a batch (labels that are not ignored); "
+            "weight(batch) in the model file, how much counts, makes up for that"
+        )
+        return Coupling(words, difference >= _MUCH, weighs=True)
+    if difference >= _MUCH:
+        return Coupling(by_loss, much=True)
+    has_own = any(run.has_own_backward for run in runs)
+    if apart >= (_MUCH if has_own and difference < _ROUNDING else _MUCH_APART):
+        return Coupling(by_gradient, much=True)
+    return Coupling(by_loss if difference >= _ROUNDING else by_gradient, much=False)
+
+
+def _share_of_first(
+    own: dict[str, torch.Tensor], first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], expected: float
+) -> float | None:
+    """What the first half has of a batch whose gradient is a mean of its halves' with another share than expected; None
+    if it is no such mean."""
+    whole, a, b = (torch.cat([each[name].flatten() for name in own]) for each in (own, first, second))
+    apart = float((a - b).norm())
+    if not apart:
+        return None
+    share = float((whole - b) @ (a - b)) / apart**2
+    left = float((whole - share * a - (1 - share) * b).norm())
+    return share if 0 <= share <= 1 and left < _EXPLAINED * abs(share - expected) * apart else None
 
 
 class _RealRun:
     """One forward with real numbers, of which nothing is left in the model, and its backward where that may be other
     than what autograd makes of the forward: where the model has hooks on gradients, or functions of its own.
 
-    gradients: by name, then; out_of_proportion: which of them does not follow a factor of the loss, in words.
+    gradients: by name, then, else of some; has_own_backward: whether it is so; out_of_proportion: which of them
+    does not follow a factor of the loss, in words.
     """
 
     def __init__(self, module: nn.Module, loaded: LoadedModel, given: Batch, drawn: Any) -> None:
@@ -165,9 +218,12 @@ class _RealRun:
             output = module(*args, **kwargs)
             found = scalar(output, loaded) if alone.loss is None else alone.loss(output, given)
             self.loss = float(found.detach())
-            if hooked or _has_own_backward(found, module):
-                with suppress(Exception):  # a function of the model's that runs once only: nothing is seen then
+            self.has_own_backward = hooked or _has_own_backward(found, module)
+            with suppress(Exception):  # a function of the model's that runs once only: nothing is seen then
+                if self.has_own_backward:
                     self._run_backward(found)
+                else:
+                    self.gradients = self._some_gradients(found)
 
     def _run_backward(self, loss: torch.Tensor) -> None:
         self.gradients = self._gradients(loss, 1.0)
@@ -176,6 +232,16 @@ class _RealRun:
             if difference >= _IN_PROPORTION:
                 self.out_of_proportion = f"the gradient of {name} does not follow a factor of the loss"
                 return
+
+    def _some_gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Those of the smallest parameters; zeros where there are none."""
+        some, left = dict[str, nn.Parameter](), _LOOKED_AT
+        for name, parameter in sorted(self._parameters.items(), key=lambda item: item[1].numel()):
+            left -= parameter.numel()
+            if left >= 0 or not some:
+                some[name] = parameter
+        found = torch.autograd.grad(loss, list(some.values()), materialize_grads=True, allow_unused=True)
+        return dict(zip(some, found, strict=True))
 
     def _gradients(self, loss: torch.Tensor, scale: float) -> dict[str, torch.Tensor]:
         """Those of the loss times a factor, divided by that; zeros where there are none."""
@@ -208,12 +274,12 @@ def _has_own_backward(loss: torch.Tensor, module: nn.Module) -> bool:
     return False
 
 
-def _furthest(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> tuple[str, float]:
-    """(name, relative difference) of the gradients that are furthest apart."""
-    apart = {
-        name: float((own - others[name]).norm() / (own.norm() + others[name].norm() + 1e-12))
-        for name, own in some.items()
-    }
+def _furthest(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor], floor: float = 0.0) -> tuple[str, float]:
+    """(name, relative difference) of the gradients that are furthest apart. floor: the least that they are held
+    against, as a share of the largest."""
+    sizes = {name: float(own.norm() + others[name].norm()) for name, own in some.items()}
+    least = floor * max(sizes.values(), default=0.0) + 1e-12
+    apart = {name: float((own - others[name]).norm()) / max(sizes[name], least) for name, own in some.items()}
     return max(apart.items(), key=lambda item: item[1], default=("", 0.0))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from .model_profile import ModelProfile
 
-_OWN = ("seq_len", "fingerprint", "torch_version", "notes", "other_lengths")
+_OWN = ("seq_len", "fingerprint", "torch_version", "told", "notes", "other_lengths")
 """Fields that the profile at the new length takes from the one it is made of."""
 
 
@@ -42,6 +42,7 @@ def at_seq_len(profile: ModelProfile, seq_len: int) -> ModelProfile:
             "seq_len": seq_len,
             "fingerprint": f"{profile.fingerprint}-s{seq_len}",
             "torch_version": profile.torch_version,
+            "told": profile.told,
             "notes": (*profile.notes, note),
         }
     )

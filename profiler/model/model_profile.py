@@ -432,6 +432,9 @@ class ModelProfile(Document):
         default=None, description="tokens per sample for which tables of positions have rows; None: no such table seen"
     )
     untrained: str = Field(default="", description="which parameters the model does not register, in words")
+    told: tuple[str, ...] = Field(
+        default=(), description="by what the numbers that are trained come to differ with the plan, in words"
+    )
     notes: tuple[str, ...] = Field(default=(), description="what could not be cut or recognised, in words")
     assumes: tuple[str, ...] = Field(default=(), description="of its batches what nobody said: the size of pictures")
     other_lengths: tuple["ModelProfile", ...] = Field(default=(), description="the same model at two more lengths")

@@ -217,7 +217,7 @@ def _profile(
             "gradient_problem": samples.gradients,
             "pipeline_problem": problem_of_cuts,
             "tensors": tuple(t.model_copy(update={"varies": t.producer in unlike}) for t in profile.tensors),
-            "notes": (*_slight(coupling), *profile.notes),
+            "told": (*_slight(coupling), *profile.told),
         }
     )
     if not lengths or loaded.seq_len is None or (loaded.seq_len < _SHORTEST and not other_lengths):
@@ -294,10 +294,10 @@ def _profile_at(
         global_batch=loaded.global_batch,
         longest_seq_len=sizes.longest,
         assumes=loaded.assumes,
+        told=(*chain.told, *_batch_norms(fake)),
         notes=(
             *notes,
             *loaded.notes,
-            *_batch_norms(fake),
             *_dense(fake),
             *chain.notes,
             *(note for i in firsts for note in found[i].notes),
@@ -510,6 +510,7 @@ def _fingerprint(profile: ModelProfile) -> str:
         "hooks_gradients",
         "assumes",
         "untrained",
+        "told",
     }
     left_out: dict[str, Any] = {**dict.fromkeys(told, True), "batch": {"__all__": {"counts_rows"}}}
     left_out["tensors"] = {"__all__": {"varies"}}
