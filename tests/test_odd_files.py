@@ -110,11 +110,11 @@ def test_what_is_made_of_sizes_alone_and_kept_is_no_state(name: str) -> None:
     profile = trace(odd(name))
 
     assert len(profile.layers) == 6
-    assert not [note for note in profile.notes if "every forward" in note]
+    assert not [note for note in profile.told if "every forward" in note]
 
 
 def test_batch_norms_that_are_kept_frozen_are_not_said_to_see_the_batch() -> None:
-    assert not [note for note in trace(odd("frozen_norms")).notes if "micro-batch" in note]
+    assert not [note for note in trace(odd("frozen_norms")).told if "micro-batch" in note]
 
 
 def test_a_batch_with_the_number_of_its_samples_is_drawn_and_not_repeated() -> None:

@@ -182,7 +182,7 @@ def test_products_of_buffers_and_parameters_keep_bf16_from_being_sharded() -> No
 
 
 def test_forwards_that_change_buffers_are_noted() -> None:
-    notes = [note for note in small_profile("spectral norm").notes if "in every forward" in note]
+    notes = [note for note in small_profile("spectral norm").told if "in every forward" in note]
 
     assert len(notes) == 1
     assert "0.0.parametrizations.weight.0._u" in notes[0]

@@ -411,3 +411,37 @@ def test_running_statistics_are_written_once(mode: Recompute) -> None:
 
     for name, buffer in plain.named_buffers():
         assert torch.equal(dict(repeated.named_buffers())[name], buffer), name
+
+
+class Changing(nn.Module):
+    """Puts what it makes into the dict that it is given, and lengthens a list in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, state: dict[str, Any]) -> dict[str, Any]:
+        state["x"] = state["x"] + torch.tanh(self.linear(state["x"]))
+        state["sizes"].append(state["x"].square().mean())
+        return state
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_a_layer_that_changes_the_dict_it_is_given_is_repeated_on_what_it_was_given(mode: Recompute) -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Changing() for _ in range(2))
+    gradients = []
+
+    for way in ("none", mode):
+        for layer in layers:
+            recompute(layer, way)
+        state: dict[str, Any] = {"x": torch.ones(SAMPLES, WIDTH), "sizes": []}
+        for layer in layers:
+            state = layer(state)
+        (state["x"].mean() + sum(state["sizes"])).backward()
+        assert len(state["sizes"]) == 2
+        gradients.append([parameter.grad.clone() for parameter in layers.parameters() if parameter.grad is not None])
+        layers.zero_grad()
+
+    for kept, repeated in zip(*gradients, strict=True):
+        assert torch.equal(kept, repeated)

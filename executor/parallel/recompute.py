@@ -30,9 +30,9 @@ def recompute(module: nn.Module, mode: Recompute = "full", context: ContextParal
     Forwards are replaced, not modules, so parameter names stay; hooks on the module itself (FSDP's gathering, the
     slicing of sequence parallelism) run once, outside of what is repeated. Those that a part has by now are repeated
     with it, so that where slices of the sequence are gathered for a part only its own slice is kept. What the first
-    forward leaves behind (running statistics, attributes, lists that it fills) is changed once by each forward: the
-    repetition finds it as the forward did, and leaves no trace. context: where ranks hold parts of sequences, for what
-    is known of a part's inputs.
+    forward leaves behind (running statistics, attributes, lists that it fills, a dict that it is given) is changed once
+    by each forward: the repetition finds it as the forward did, and leaves no trace. context: where ranks hold parts of
+    sequences, for what is known of a part's inputs.
     """
     if mode == "attention":
         module.forward = _with_attention_repeated(module, module.forward)
@@ -85,7 +85,14 @@ def _repeated(module: nn.Module, forward: Callable[..., Any], selective: bool) -
             keep.by, kept = create_selective_checkpoint_contexts(keep)
             return keep.by, _both(_as_before(left), kept)
 
-        output = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        given = [(args, kwargs)]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = given.pop() if given else _in_new_containers((args, kwargs))
+            return forward(*args, **kwargs)
+
+        args, kwargs = _in_new_containers((args, kwargs))
+        output = checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         torch.clear_autocast_cache()  # else it would hold the casts of all layers' weights until the forward ends
         left += changed(before)
         if places is None:
@@ -93,6 +100,11 @@ def _repeated(module: nn.Module, forward: Callable[..., Any], selective: bool) -
         return output
 
     return repeated
+
+
+def _in_new_containers(given: Any) -> Any:
+    """The same tensors in lists and dicts of their own, into which nobody else puts others."""
+    return tree_map(lambda leaf: leaf, given)
 
 
 class _Keep:
