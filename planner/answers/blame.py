@@ -49,8 +49,8 @@ def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, 
     if is_legal(profile, cluster, training, said(pins)):
         return None
     left = pins
-    for words in in_words(pins):
-        fewer = in_words(left)[words]
+    for pin in in_words(pins):
+        fewer = in_words(left)[pin]
         if not is_legal(profile, cluster, training, said(fewer)):
             left = fewer
     words = tuple(in_words(left))

@@ -288,8 +288,7 @@ def fewest(counts: Sequence[int], does: Callable[[int], bool | None]) -> Fewest:
 
 def with_any_degrees(pins: Pins) -> Pins:
     """The pins without those of degrees, which another number of GPUs may not go with."""
-    degrees = ("data_replicate", "data_shard", "pipeline", "tensor", "context", "expert")
-    return replace(pins, **dict.fromkeys(degrees))
+    return replace(pins, data_replicate=None, data_shard=None, pipeline=None, tensor=None, context=None, expert=None)
 
 
 def smallest_cluster(explorer: Explorer, pins: Pins, deadline: float) -> Fewest:
