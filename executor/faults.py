@@ -16,6 +16,7 @@ from ..planner.cost.stage_cost import outside_bytes
 from ..planner.plan.document import Plan
 from ..planner.plan.making import shape_of
 from ..profiler.machine.units import GIB
+from .parallel.dropout_calls import drops_by_itself
 from .parallel.mesh import RankMesh
 
 _log = logging.getLogger("meshwright")
@@ -199,6 +200,17 @@ def tell_batch_norms(model: nn.Module, plan: Plan, rank: int) -> None:
             found[0],
             plan.micro_batch,
             plan.training.global_batch,
+        )
+
+
+def tell_own_dropout(model: nn.Module, plan: Plan, rank: int) -> None:
+    """Say once, in the log of the first rank, that what drops within an operator of torch's draws for a micro-batch."""
+    found = drops_by_itself(model)
+    if found and rank == 0 and plan.degrees.num_devices * plan.num_microbatches > 1:
+        _log.warning(
+            "%s drops within an operator of torch's: what it drops is independent on ranks with other samples, but not "
+            "that of one device",
+            found,
         )
 
 

@@ -47,6 +47,7 @@ from .faults import (
     out_of_memory_message,
     raise_spoiled,
     tell_batch_norms,
+    tell_own_dropout,
 )
 from .parallel.checked_loss import CheckedLoss, uncounted
 from .parallel.compiled import backend_of
@@ -207,6 +208,7 @@ def parallelize(
             watch.see_exceptions()
         check_own_device(mesh)
         tell_batch_norms(in_training(whole), plan, mesh.rank)
+        tell_own_dropout(whole, plan, mesh.rank)
         drawn = RandomNumbers(whole, plan, mesh, seed)
         if loss is not None:
             parts = plan.num_microbatches * plan.degrees.data

@@ -1,6 +1,7 @@
 """Dropout is that of one process under every plan, and ranks with other samples draw other numbers."""
 
 import random
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.executor import parallelize
 from meshwright.executor.parallel import random_numbers
+from meshwright.executor.parallel.dropout_calls import drops, drops_by_itself
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
@@ -91,7 +94,63 @@ class Repeating(DropNet):
         return self.head(self.end(x))
 
 
-MODELS = {"drop": DropNet, "fused": FusedDropNet}
+class CallingNet(nn.Module):
+    """Calls torch's dropout in its own code, at a rate that no attribute has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = x + self.dropped(block(x))
+        return self.head(x)
+
+    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(x, 0.3, self.training)
+
+
+class ImportingNet(CallingNet):
+    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return dropout(x, 0.3, self.training)
+
+
+class HelpedNet(CallingNet):
+    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return _help(x, self.training)
+
+
+def _help(x: torch.Tensor, training: bool) -> torch.Tensor:
+    return torch.dropout(x, 0.3, training)
+
+
+class LateNet(CallingNet):
+    """Does not drop in its first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = 0.0
+
+    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(x, self.rate, self.training)
+
+
+class Undropped(nn.Module):
+    """Calls a module of its own that drops nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(2, 2), nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.layer(x))
+
+
+MODELS: dict[str, type[nn.Module]] = {
+    "drop": DropNet, "fused": FusedDropNet, "calls": CallingNet, "imports": ImportingNet, "is helped": HelpedNet
+}  # fmt: skip
 
 
 @cache
@@ -115,6 +174,11 @@ CASES = {
     "pipeline x tensor + sequence": Case("drop", tensor=2, stages=(2, 2), num_microbatches=2, more={"sequence": True}),
     "ddp x fsdp x tensor": Case("drop", replicate=2, shard=2, tensor=2),
     "ddp in stages": Case("drop", replicate=2, stages=(1, 3)),
+    "called, ddp": Case("calls", replicate=2),
+    "called, tensor": Case("calls", tensor=2),
+    "called, zb-v": Case("calls", stages=(1, 1, 1, 1), virtual=2, num_microbatches=4, more={"schedule": "zb-v"}),
+    "imported, zero-3": Case("imports", shard=2, reshard=True),
+    "in a helper, in stages": Case("is helped", stages=(2, 2)),
     "context 2": Case("fused", more={"context": 2}),
     "context 2 x tensor 2 + sequence": Case("fused", tensor=2, more={"context": 2, "sequence": True}),
 }  # fmt: skip
@@ -255,3 +319,37 @@ def test_noise_is_independent_by_data_and_alike_along_tensor_and_the_script_draw
     assert len(kinds) == 2
     assert len({value for kind in kinds for value in kind}) == 8
     assert [own for _, own in ranks] == [expected] * 4
+
+
+@pytest.mark.parametrize(
+    ("build", "found"),
+    [
+        (DropNet, "yes"),
+        (CallingNet, "perhaps"),
+        (ImportingNet, "perhaps"),
+        (HelpedNet, "perhaps"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), "not now"),
+        (Undropped, "not now"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.GELU()), "no"),
+    ],
+)
+def test_what_a_models_code_says_of_dropping_is_read(build: Callable[[], nn.Module], found: str) -> None:
+    assert drops(build()) == found
+
+
+def test_what_drops_within_an_operator_is_named() -> None:
+    assert drops_by_itself(nn.Sequential(nn.LSTM(2, 2, 2, dropout=0.1))) == "LSTM 0"
+    assert drops_by_itself(nn.Sequential(nn.AlphaDropout(0.1))) == "AlphaDropout 0"
+    assert drops_by_itself(nn.Sequential(nn.LSTM(2, 2, 2), nn.Dropout(0.1))) == ""
+
+
+@pytest.mark.slow
+def test_a_dropout_that_begins_later_is_refused() -> None:
+    profile = trace(load_model(LateNet, batch=next_tokens(VOCABULARY), loss=loss))
+    trainer = trainer_of(LateNet, plan_of(Case("late", num_microbatches=2), profile))
+    batches = trainer.loader(samples(VOCABULARY, 2))
+    trainer.step(next(batches))
+    trainer.model.rate = 0.2
+
+    with pytest.raises(ValueError, match=r"a dropout of 0\.2 was met .* begin with a rate above 0"):
+        trainer.step(next(batches))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks.accuracy import cases
-from meshwright.executor.parallel.random_numbers import may_drop
+from meshwright.executor.parallel.dropout_calls import may_drop
 from meshwright.planner.answers.check import check
 from meshwright.planner.cost.chain import Chain
 from meshwright.planner.cost.kinds import Kind as LayerKind

@@ -17,9 +17,10 @@ begin so.
 """
 
 import hashlib
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -36,10 +37,13 @@ from ...profiler.semantics.distributions import unvalidated
 from ...profiler.semantics.draws import dice_apart, seed_dice
 from ...profiler.semantics.token_marks import Held, mark_of, own_shape, set_mark, taken, whole_shape
 from ..torch_compat import in_backward
+from .dropout_calls import DropoutName, dropout_names, drops
 from .mesh import RankMesh
 from .rehearsal import copied
 from .shared_gradients import hand_on_difference, out_of_sight
 from .stage_module import StageModule
+
+_log = logging.getLogger("meshwright")
 
 _Place = tuple[str, int, bool]
 """(layer module, call in this micro-batch, behind it): where in a forward something is drawn."""
@@ -54,17 +58,20 @@ _FEATURES = {"dropout1d": 1, "dropout2d": 2, "dropout3d": 3}
 class RandomNumbers:
     """The random numbers of a rank's steps. model: whole and unchanged, on the meta device.
 
-    drops: whether the model says anywhere that it drops something out; if not, layers cost nothing.
+    drops: whether the model drops something out; if not, layers cost nothing. None: its first forward will tell.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: RankMesh, seed: int) -> None:
         self._plan, self._mesh, self.seed = plan, mesh, seed
-        self.drops = may_drop(model)
+        says = drops(model)
+        self.drops: bool | None = {"yes": True, "perhaps": None}.get(says, False)
+        self._dropouts = [] if says == "no" else dropout_names(model)
         self._shapes: dict[tuple[_Place, int], torch.Size] | None = None
         self._rehearsed: dict[tuple[Any, ...], dict[tuple[_Place, int], torch.Size]] = {}  # by shapes of inputs
         self._whole: nn.Module | None = None
         self._count = plan.num_microbatches
-        if self.drops and plan.degrees.tensor > 1:
+        self._watched: list[nn.Module] = []
+        if self.drops is None or (self.drops and plan.degrees.tensor > 1):
             with torch.device("meta"):
                 self._whole = copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
         self._generator = torch.Generator(mesh.device)
@@ -82,8 +89,13 @@ class RandomNumbers:
         own = list(stages)
         for i, stage in enumerate(own):
             stage.register_forward_pre_hook(partial(self._stage_begins, i), prepend=True)
-        for root in [stage.model for stage in own] or [module]:
-            for name in self._plan.model.layer_modules if self.drops else ():
+        self._watched = [stage.model for stage in own] or [module]
+        if self.drops:
+            self._watch_layers(self._watched)
+
+    def _watch_layers(self, roots: Iterable[nn.Module]) -> None:
+        for root in roots:
+            for name in self._plan.model.layer_modules:
                 layer = root.get_submodule(name)
                 layer.register_forward_pre_hook(partial(self._layer_begins, name), prepend=True)
                 layer.register_forward_hook(partial(self._layer_ends, name))
@@ -98,12 +110,9 @@ class RandomNumbers:
         self._entered.clear()
         self._given.clear()
         on_gpu = self._mesh.device.type == "cuda"
-        with torch.random.fork_rng([self._mesh.device] if on_gpu else []), dice_apart():
-            if not self.drops:
-                yield
-                return
-            with _replaced(self._dropped, self._attended):
-                yield
+        dropping = _replaced(self._dropouts, self._dropped, self._attended) if self._dropouts else nullcontext()
+        with torch.random.fork_rng([self._mesh.device] if on_gpu else []), dice_apart(), dropping:
+            yield
 
     def micro_batch(self, index: int) -> None:
         """The forward of a micro-batch of this rank's share begins."""
@@ -118,16 +127,34 @@ class RandomNumbers:
 
         args, kwargs: of a micro-batch.
         """
+        if self.drops is None:
+            self._decide(args, kwargs)
         if self._whole is None:
             return
         key = tuple(leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         if key not in self._rehearsed:
-            with out_of_sight():
-                try:
-                    self._rehearsed[key] = self._seen(self._whole, args, kwargs, torch.float32)
-                except (RuntimeError, ValueError, TypeError):  # some operators have fake versions in bfloat16 only
-                    self._rehearsed[key] = self._seen(self._whole, args, kwargs, torch.bfloat16)
+            self._rehearsed[key] = self._seen_in_either(self._whole, args, kwargs)
         self._shapes = self._rehearsed[key]
+
+    def _decide(self, args: Any, kwargs: Any) -> None:
+        """Find out whether the model drops, by a forward on fake tensors before the first real one."""
+        self.drops = True
+        assert self._whole is not None
+        try:
+            self.drops = bool(self._seen_in_either(self._whole, args, kwargs))
+        except Exception as error:  # a forward that decides by values, say: layers are watched then, for a little time
+            _log.debug("dropout was not looked for: %s", error)
+        if self.drops:
+            self._watch_layers(self._watched)
+        if not self.drops or self._plan.degrees.tensor == 1:
+            self._whole = None
+
+    def _seen_in_either(self, whole: nn.Module, args: Any, kwargs: Any) -> dict[tuple[_Place, int], torch.Size]:
+        with out_of_sight():
+            try:
+                return self._seen(whole, args, kwargs, torch.float32)
+            except (RuntimeError, ValueError, TypeError):  # some operators have fake versions in bfloat16 only
+                return self._seen(whole, args, kwargs, torch.bfloat16)
 
     def _seen(
         self, model: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype
@@ -163,11 +190,11 @@ class RandomNumbers:
         mode = fake_mode()
         with knowing_numbers(mode), torch.no_grad(), torch.random.fork_rng([]):
             whole = copied(model, fake).train()
-            self.watch(whole, ())
+            self._watch_layers([whole])
             self._calls.clear()
             self._enter(("", 0, False))
             args, kwargs = tree_map(given_as, (args, kwargs))
-            with unvalidated(), _replaced(dropped, attended):
+            with unvalidated(), _replaced(self._dropouts, dropped, attended):
                 whole(*args, **kwargs)
         return found
 
@@ -204,6 +231,7 @@ class RandomNumbers:
     ) -> torch.Tensor:
         if not training or not 0 < p <= 1 or torch.compiler.is_compiling() or _is_fake(x):
             return original(x, p, training, inplace)  # type: ignore[no-any-return]
+        self._check_known(p)
         with torch._C.DisableTorchFunction():
             factor = self._mask(x, p, _FEATURES.get(original.__name__))
             kept = x.mul_(factor) if inplace else x * factor
@@ -217,9 +245,17 @@ class RandomNumbers:
         query, p = given["query"], given["dropout_p"]
         if not p or torch.compiler.is_compiling() or _is_fake(query) or mark_of(query) is not None:
             return original(*args, **kwargs)  # type: ignore[no-any-return]
+        self._check_known(p)
         if query.device.type != "cpu":
             return self._fused(original, args, kwargs)
         return _attention_in_parts(**given)
+
+    def _check_known(self, p: float) -> None:
+        if self.drops is False:
+            raise ValueError(
+                f"a dropout of {p:g} was met in a model that dropped nothing before, whose layers are not watched: "
+                "let the function that builds the model begin with a rate above 0 (1e-6, say), and raise that"
+            )
 
     def _fused(self, original: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor:
         """A fused kernel draws for all of its heads and samples at once: independent numbers on every rank, and the
@@ -283,27 +319,15 @@ class RandomNumbers:
         return taken(mask, mark) if isinstance(mark, Held) else mask
 
 
-def may_drop(model: nn.Module) -> bool:
-    """Whether a module or its configuration has a rate of dropout that is not zero."""
-    for module in model.modules():
-        is_named = "drop" in type(module).__name__.lower()
-        config = getattr(module, "config", None)
-        for source in (vars(module), getattr(config, "__dict__", {})):
-            for name, value in source.items():
-                named = is_named or "drop" in name.lower()
-                if named and isinstance(value, float) and 0 < value <= 1:
-                    return True
-    return False
-
-
 @contextmanager
-def _replaced(dropped: Callable[..., Any], attended: Callable[..., Any]) -> Iterator[None]:
+def _replaced(
+    places: Sequence[DropoutName], dropped: Callable[..., Any], attended: Callable[..., Any]
+) -> Iterator[None]:
     """While it lasts torch's dropouts and attention are these, each given the original first; those that keep
     everything (verify.py) stay."""
     if getattr(functional.dropout, KEEPS_ALL, False):
         yield
         return
-    originals = {name: getattr(functional, name) for name in ("dropout", *_FEATURES, "scaled_dot_product_attention")}
 
     def dropout(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)  # tensors between layers are known by the name of the function that made them
@@ -312,16 +336,33 @@ def _replaced(dropped: Callable[..., Any], attended: Callable[..., Any]) -> Iter
 
         return run
 
-    attention = originals.pop("scaled_dot_product_attention")
-    for name, original in originals.items():
-        setattr(functional, name, dropout(original))
-    functional.scaled_dot_product_attention = wraps(attention)(partial(attended, attention))
+    def of_torch(input: torch.Tensor, p: float, train: bool) -> Any:
+        return dropped(_plain_dropout, input, p, train, False)
+
+    originals = {place.original for place in places}
+    instead = {
+        original: of_torch
+        if original is _torchs_dropout
+        else wraps(original)(partial(attended, original))
+        if original.__name__ == "scaled_dot_product_attention"
+        else dropout(original)
+        for original in originals
+    }
+    before = [place.namespace[place.name] for place in places]  # others, in a rehearsal within a step
     try:
+        for place in places:
+            place.namespace[place.name] = instead[place.original]
         yield
     finally:
-        functional.scaled_dot_product_attention = attention
-        for name, original in originals.items():
-            setattr(functional, name, original)
+        for place, replaced in zip(places, before, strict=True):
+            place.namespace[place.name] = replaced
+
+
+_torchs_dropout = torch.dropout
+
+
+def _plain_dropout(x: torch.Tensor, p: float, training: bool, inplace: bool) -> torch.Tensor:
+    return _torchs_dropout(x, p, training)
 
 
 def _attention(

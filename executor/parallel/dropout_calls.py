@@ -1,0 +1,120 @@
+"""Where a model calls torch's dropouts, as far as its attributes and the code of its classes say it."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
+"""Functions that drop elements, or whole features."""
+
+_ATTENTION = "scaled_dot_product_attention"
+
+Drops = Literal["yes", "perhaps", "not now", "no"]
+"""Whether a model drops: an attribute gives a rate above 0; only its code speaks of dropping; all rates are 0; no."""
+
+
+@dataclass(frozen=True)
+class DropoutName:
+    """A name under which code finds one of torch's functions: in torch's own modules, or where it was imported to."""
+
+    namespace: dict[str, Any]
+    name: str
+    original: Callable[..., Any]
+
+
+def may_drop(model: nn.Module) -> bool:
+    """Whether a module or its configuration has a rate of dropout that is not zero."""
+    return any(0 < rate <= 1 for module in model.modules() for rate in _rates(module))
+
+
+def drops(model: nn.Module) -> Drops:
+    """Whether a model drops, before it has run."""
+    if may_drop(model):
+        return "yes"
+    words = {kind: _droppers(kind) for kind in {type(module) for module in model.modules()}}
+    speaking = [m for m in model.modules() if words[type(m)] - m._modules.keys() - vars(m).keys()]
+    if not all(any(True for _ in _rates(module)) for module in speaking):
+        return "perhaps"
+    return "not now" if speaking or any(map(_is_dropout, model.modules())) else "no"
+
+
+def _droppers(kind: type[nn.Module]) -> set[str]:
+    """What a module's code, but for its constructor's, speaks of that has to do with dropping, without methods."""
+    running = [function for function in _functions(kind) if function.__name__ != "__init__"]
+    words = {word for function in running for word in _words(function.__code__) if "drop" in word.lower()}
+    return {word for word in words if not hasattr(kind, word)}
+
+
+def dropout_names(model: nn.Module) -> list[DropoutName]:
+    """All names under which the model's code may find torch's dropouts and its attention."""
+    originals = {name: getattr(functional, name) for name in (*DROPOUTS, _ATTENTION)}
+    found = [DropoutName(vars(functional), name, original) for name, original in originals.items()]
+    found.append(DropoutName(vars(torch), "dropout", torch.dropout))
+    known = {id(original) for original in (*originals.values(), torch.dropout)}
+    kinds = {type(module) for module in model.modules()}
+    for namespace in {id(f.__globals__): f.__globals__ for kind in kinds for f in _functions(kind)}.values():
+        if namespace is not vars(functional) and namespace is not vars(torch):
+            found += [DropoutName(namespace, name, value) for name, value in namespace.items() if id(value) in known]
+    return found
+
+
+def drops_by_itself(model: nn.Module) -> str:
+    """The first module that drops within an operator of torch's; "" if none does."""
+    for name, module in model.named_modules():
+        in_layers = isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1
+        alpha = isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout) and module.p > 0
+        if in_layers or alpha:
+            return f"{type(module).__name__} {name}".rstrip()
+    return ""
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    return "drop" in type(module).__name__.lower()
+
+
+def _rates(module: nn.Module) -> Iterator[float]:
+    """What attributes of a module, or of its configuration, say of rates."""
+    is_dropout = _is_dropout(module)
+    config = getattr(module, "config", None)
+    for source in (vars(module), getattr(config, "__dict__", {})):
+        for name, value in source.items():
+            if (is_dropout or "drop" in name.lower()) and isinstance(value, float):
+                yield value
+
+
+def _functions(kind: type[nn.Module]) -> Iterator[FunctionType]:
+    """The functions of a module's classes, those of torch left out, and those that they call by name."""
+    waiting: list[Any] = [value for cls in kind.__mro__ if not _is_torchs(cls) for value in vars(cls).values()]
+    seen: set[FunctionType] = set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+        function = value.fget if isinstance(value, property) else value
+        if not isinstance(function, FunctionType) or _is_torchs(function):
+            continue
+        function = inspect.unwrap(function)
+        if isinstance(function, FunctionType) and function not in seen:
+            seen.add(function)
+            yield function
+            waiting += [function.__globals__.get(name) for name in function.__code__.co_names]
+
+
+def _is_torchs(found: Any) -> bool:
+    return found is object or str(found.__module__).partition(".")[0] == "torch"
+
+
+def _words(code: CodeType) -> Iterator[str]:
+    """Names that code speaks of."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _words(constant)
+        elif isinstance(constant, tuple):  # names of arguments in a call
+            yield from (each for each in constant if isinstance(each, str))
