@@ -282,6 +282,36 @@ def test_they_are_refused_where_a_rank_has_only_some(plan: dict[str, Any], said:
     assert all(said in found for found in run_ranks(_clipping, 2, plan))
 
 
+def _by_shapes(named: Any) -> Optimizer:
+    return SGD([{"params": [p], "lr": 0.1 / (p.shape[-1] if p.dim() > 1 else 1)} for _, p in named])
+
+
+def _by_names(named: Any) -> Optimizer:
+    return SGD([{"params": [p], "lr": 0.1 if "up" in name else 0.01} for name, p in named])
+
+
+def _groups(make: Any, plan: dict[str, Any]) -> str:
+    try:
+        parallelize(TiedNet, plan_of(tied_profile(), **plan), make, loss=loss)
+    except ValueError as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "plan", "said"),
+    [
+        (_by_shapes, {"shard": 2}, "taken"),
+        (_by_shapes, {"tensor": 2}, r"out.weight, of which a rank has a part of [16, 8], into another group"),
+        (_by_names, {"tensor": 2}, "taken"),
+        (adamw, {"tensor": 2}, "taken"),
+    ],
+)
+def test_groups_by_the_shapes_of_parts_are_refused(make: Any, plan: dict[str, Any], said: str) -> None:
+    assert all(said in found for found in run_ranks(_groups, 2, make, plan))
+
+
 def _refused() -> str:
     with pytest.raises(ValueError, match="if it looks at whole matrices or their norms, False if") as caught:
         parallelize(TiedNet, plan_of(tied_profile(), shard=2), Unchanging, loss=loss)

@@ -8,7 +8,7 @@ hands the new parameter to the others. Ranks share the work and the state as eve
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from types import FunctionType
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...planner.cost.sharding import kept_rows
 from ...planner.plan.document import Plan
+from ..agreement import peers_answer
 from ..apply import AppliedModel
 from ..torch_compat import all_gather_single, own_group
 from .host_optimizer import HostParameters
@@ -341,7 +342,9 @@ def prepare_optimizer(
     whole: whether it has to; None: if parameters are divided, and a step is not done element by element. Raises
     ValueError, on every rank, if that cannot be tried, or a step needs all parameters, of which ranks have some.
     """
+    by_whole = _groups_of_whole(make, model, plan)
     optimizer = optimizer_of(make, model.parameters)
+    _check_groups(optimizer, by_whole, model, plan, mesh)
     _check_coupling(optimizer, model, plan, mesh)
     if _sees_whole_matrices(optimizer, model, plan, mesh, whole):
         matrices = WholeMatrices(model, plan, mesh)
@@ -350,6 +353,59 @@ def prepare_optimizer(
         on_host = HostParameters(model.parameters)
         return optimizer_of(make, on_host.parameters), on_host
     return optimizer, None
+
+
+Groups = list[dict[str, Any]]
+"""Of each parameter group its options, and under "params" the names of its parameters."""
+
+
+def _groups_of_whole(make: MakeOptimizer, model: AppliedModel, plan: Plan) -> Groups | None:
+    """The groups that the user's function makes of whole parameters, without memory; None where ranks have whole ones
+    anyway, or the function needs their numbers."""
+    if plan.degrees.tensor * plan.degrees.expert == 1:
+        return None
+    whole = {
+        name: nn.Parameter(torch.empty(whole_size(model, name, p), dtype=p.dtype, device="meta"), p.requires_grad)
+        for name, p in model.parameters.items()
+    }
+    for name, parameter in whole.items():
+        keep_attributes(parameter, vars(model.parameters[name]))
+    try:
+        return _groups(optimizer_of(make, whole), whole)
+    except Exception:  # of the real parameters it raises what there is to say
+        return None
+
+
+def _groups(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Groups:
+    names = {id(p): name for name, p in parameters.items()}
+    return [
+        {k: v for k, v in group.items() if isinstance(v, str | int | float | tuple)}
+        | {"params": [names[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def _check_groups(
+    optimizer: Optimizer, by_whole: Groups | None, model: AppliedModel, plan: Plan, mesh: RankMesh
+) -> None:
+    """Raise ValueError, on every rank, if the user's function steps this rank's parts of parameters otherwise than
+    whole ones, for it went by their shapes."""
+    if plan.degrees.tensor * plan.degrees.expert == 1 or not peers_answer(mesh):
+        return
+    found = _groups(optimizer, model.parameters)
+    here = {name: group for group in found for name in group["params"]}
+    there = {name: group for group in by_whole or found for name in group["params"]}
+    other = next((name for name in here if here[name] != there.get(name)), None)
+    told: list[Any] = [None] * plan.degrees.num_devices
+    dist.all_gather_object(told, other and (other, tuple(model.parameters[other].shape)))
+    if any(told):
+        name, shape = next(filter(None, told))
+        raise ValueError(
+            f"optimizer=... puts {name}, of which a rank has a part of {list(shape)}, into another group than all of "
+            "it: it goes by shapes, which are those of parts under tensor and expert parallelism. Let it go by names "
+            "(optimizer=lambda named: ...), or by what the function that builds the model writes on parameters "
+            "(p.rate = 0.1), or plan with --pin tensor=1 --pin expert=1"
+        )
 
 
 def _check_coupling(optimizer: Optimizer, model: AppliedModel, plan: Plan, mesh: RankMesh) -> None:
