@@ -74,7 +74,8 @@ class Loading:
         if missing:
             raise ValueError(
                 f"{weights.path} holds no {missing[0]} ({len(missing)} of {len(parameters)} parameters are missing); "
-                "give Weights(path, names=...), which says what a parameter is called there, or None for what is new"
+                "give weights=Weights(path, names=...), which says what a parameter is called there, or None for what "
+                "is new (from meshwright.executor.state.weights import Weights)"
             )
         self.parameters = {name for name in self._stored if name in parameters}
 
