@@ -21,6 +21,9 @@ from ..plan.setups import nearest_divisors
 from ..plan.training import TrainingSpec
 from ..solve.space import Space
 
+_COULD_BE_ONE = ("tensor", "sequence", "context", "expert")
+"""What layouts need not have: rules on it excluded others than those without it."""
+
 
 def is_legal(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins) -> bool:
     """Whether any shape agrees with the pins and breaks no rule."""
@@ -68,14 +71,18 @@ def _rejected(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpe
 
 
 def _first(rejected: Mapping[str, int], pinned: Sequence[str]) -> str | None:
-    """Of rules that begin with the name of something pinned, of those with no name, and of those about what nobody
-    asked for, in this order, the one that excludes most; None where nothing was there to be excluded."""
+    """Of rules that begin with the name of something pinned, of those with no name, of those about what every layout
+    has, as a micro-batch, and of those about what nobody asked for and layouts need not have, in this order, the one
+    that excludes most; None where nothing was there to be excluded."""
     names = {words.partition("=")[0] for words in pinned}
 
     def rank(rule: str) -> tuple[int, int]:
         name, mark, _ = rule.partition(": ")
-        about = 1 if not mark or not name.isidentifier() else 0 if name in names else 2
-        return about, -rejected[rule]
+        if name in names:
+            return 0, -rejected[rule]
+        if not mark or not name.isidentifier():
+            return 1, -rejected[rule]
+        return 3 if name in _COULD_BE_ONE else 2, -rejected[rule]
 
     return min(rejected, key=rank, default=None)
 
