@@ -13,6 +13,7 @@ from benchmarks.exports import made_for
 from meshwright.executor.reporting.report import certificate_line
 from meshwright.planner.answers.guidance import rules_of_thumb
 from meshwright.planner.answers.search import search
+from meshwright.planner.answers.verdict import VerdictKind
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.exchange.export import export
 from meshwright.planner.exchange.export_notes import ordered
@@ -152,6 +153,15 @@ def test_what_a_framework_costs_is_the_difference_to_a_pipeline_that_it_has_not(
     assert found.certificate.restriction == pytest.approx(
         found.certificate.fastest_s / free.certificate.fastest_s - 1, rel=0.02
     )
+
+
+def test_what_is_faster_and_pinned_away_is_not_laid_to_the_framework() -> None:
+    pins = Pins(framework=FRAMEWORKS["deepspeed"], tensor=8)
+
+    found = search(PROFILE, machine(8), training("deepspeed"), pins=pins, time_limit_s=6.0)
+
+    faster = [each.verdict for each in found.baselines if each.verdict.kind is VerdictKind.FASTER]
+    assert {each.detail for each in faster} == {"excluded by --pin"}
 
 
 @pytest.mark.parametrize(

@@ -376,9 +376,11 @@ def _baseline(explorer: Explorer, rule: RuleOfThumb, priced: _Priced | None, cho
     if priced is None:
         missed = nearest(closest_verdict(explorer, each, {}) for each in rule.attempts)
         return Candidate(rule.name, None, None, missed, by_rule=True)
-    excluded = "excluded by --pin" if pins != Pins() and not _allowed(explorer.model, pins, priced.plan) else None
-    if pins.framework is not None:
-        excluded = f"{pins.framework.name} was not asked"
+    excluded, own = None, replace(pins, framework=None)
+    if own != Pins() and not _allowed(explorer.model, own, priced.plan):
+        excluded = "excluded by --pin"
+    elif pins.framework is not None:
+        excluded = f"not known to be what {pins.framework.name} runs"
     verdict = compared(priced.estimate, chosen.estimate, *([excluded] if excluded else []))
     if shape_of(priced.plan).layout == shape_of(chosen.plan).layout and verdict.kind is VerdictKind.AS_FAST:
         verdict = THE_PLAN
