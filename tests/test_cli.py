@@ -215,6 +215,12 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (["show", "profil.jsn"], "no such plan: profil.jsn; did you mean profile.json?"),
         (["plann.py", "--gpus", "8"], "no such file: plann.py; MODEL is a model.py"),
         (["explain", "plam.json"], "no such file: plam.json; did you mean plan.json?"),
+        (
+            ["explain", "plan.json", "--gpus", "16", "--pin", "tensor=2"],
+            "leave out --gpus and --pin, or give the model",
+        ),
+        (["explain", "plan.json", "-b", "12", "--optimizer", "sgd"], "leave out --global-batch and --optimizer"),
+        (["explain", "profile.json", "--gpus", "8", "--model", "x.py"], "profile.json is a model: leave it out"),
         (["compare", "profil.json", "--setup", "ddp"], "no such file: profil.json; did you mean profile.json?"),
         (["sweep", "modle.py"], "no such file: modle.py; did you mean model.py?"),
         (["tune", "modle.py"], "no such file: modle.py; did you mean model.py?"),

@@ -12,7 +12,7 @@ from ..reporting.documents import json_kind
 from ..reporting.explain_report import explanation_document, print_explanation
 from . import options
 from .answers import at_work, named_outcomes
-from .option_groups import grouped
+from .option_groups import flags_given, grouped
 
 explain_app = options.new_app()
 
@@ -48,8 +48,14 @@ def _explain_command(
     With --why-not: why a layout is not the plan: illegal by which rule, over memory on which stage, or how much slower.
     """
     is_plan = _is_plan(source)
-    if is_plan and lora is not None:
-        raise ValueError(f"{source} is a plan, which says what adapters its model has: leave out --lora {lora}")
+    given = [*flags_given(job), *flags_given(choices), *([] if lora is None else ["--lora"])]
+    if is_plan and given:
+        raise ValueError(
+            f"{source} is a plan, which says its GPUs, job and choices: leave out {' and '.join(given)}, or give the "
+            "model, which is then planned with them"
+        )
+    if not is_plan and model is not None:
+        raise ValueError(f"--model {model} says where the model of a plan is, and {source} is a model: leave it out")
     with at_work(quiet or as_json) as waiting:
         if is_plan:
             planned = api.load(source, model=model, cache=not no_cache, waiting=waiting)

@@ -30,6 +30,18 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def flags_given(group: Any) -> Iterator[str]:
+    """The flags of a group's options, and of the groups in it, whose values are not their defaults."""
+    hints = get_type_hints(type(group), include_extras=True)
+    for each in fields(group):
+        value = getattr(group, each.name)
+        if is_dataclass(value):
+            yield from flags_given(value)
+        elif value != each.default and value != []:
+            (option,) = hints[each.name].__metadata__
+            yield str(option.default)  # typer's name for the first spelling, where an option is an annotation
+
+
 def _options_of(group: Any) -> Iterator[inspect.Parameter]:
     """The options of a group and of the groups in it, in order."""
     hints = get_type_hints(group, include_extras=True)
