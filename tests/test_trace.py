@@ -528,6 +528,7 @@ def test_a_profile_holds_at_lengths_between_those_it_was_made_at() -> None:
             found, expected = (getattr(c.whole, amount).at(3, 2) for c in (ours, theirs))
             assert found == pytest.approx(expected, rel=1e-6), (ours.name, amount)
     assert [t.shape for t in between.tensors] == [t.shape for t in there.tensors]
+    assert between.fingerprint == there.fingerprint, "so that a plan made from it finds its model"
 
 
 def test_a_profile_of_one_length_is_not_stretched() -> None:

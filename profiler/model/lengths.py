@@ -1,10 +1,11 @@
 """A profile at another sequence length, from profiles at three: every amount by a parabola through them."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from .model_profile import ModelProfile
+from .model_profile import ModelProfile, fingerprint_of
 
 _OWN = ("seq_len", "fingerprint", "torch_version", "told", "notes", "other_lengths")
 """Fields that the profile at the new length takes from the one it is made of."""
@@ -33,39 +34,49 @@ def at_seq_len(profile: ModelProfile, seq_len: int) -> ModelProfile:
             "other length; make one that does: plan profile MODEL --lengths -o profile.json"
         )
     runs = (profile, *profile.other_lengths)
-    weights = _lagrange([float(run.seq_len or 0) for run in runs], float(seq_len))
+    weights = _lagrange([run.seq_len or 0 for run in runs], seq_len)
     documents = [run.model_dump(exclude=set(_OWN)) for run in runs]
     note = f"at {seq_len} tokens per sample: from runs at {', '.join(str(r.seq_len) for r in runs)}"
-    return ModelProfile.model_validate(
+    found = ModelProfile.model_validate(
         {
             **_mixed(documents, weights),
             "seq_len": seq_len,
-            "fingerprint": f"{profile.fingerprint}-s{seq_len}",
+            "fingerprint": "",
             "torch_version": profile.torch_version,
             "told": profile.told,
             "notes": (*profile.notes, note),
         }
     )
+    return found.model_copy(update={"fingerprint": fingerprint_of(found)})
 
 
-def _lagrange(points: Sequence[float], at: float) -> list[float]:
+class _WeightsOfRuns(NamedTuple):
+    """Weights of several values, as whole numbers over one: so that whole amounts come out whole."""
+
+    numerators: tuple[int, ...]
+    over: int
+
+    def of(self, values: Sequence[float]) -> float:
+        """The values, each by its weight."""
+        return sum(weight * value for weight, value in zip(self.numerators, values, strict=True)) / self.over
+
+
+def _lagrange(points: Sequence[int], at: int) -> _WeightsOfRuns:
     """Weights of values at `points` in the polynomial through them, at `at`."""
-    weights = []
-    for i, point in enumerate(points):
-        weight = 1.0
-        for j, other in enumerate(points):
-            weight *= (at - other) / (point - other) if i != j else 1.0
-        weights.append(weight)
-    return weights
+    others = [[other for other in points if other != point] for point in points]
+    below = [math.prod(point - other for other in rest) for point, rest in zip(points, others, strict=True)]
+    over = math.lcm(*below)
+    above = (math.prod(at - other for other in rest) for rest in others)
+    return _WeightsOfRuns(tuple(over // own * each for own, each in zip(below, above, strict=True)), over)
 
 
-def _mixed(values: Sequence[Any], weights: Sequence[float]) -> Any:
+def _mixed(values: Sequence[Any], weights: _WeightsOfRuns) -> Any:
     """Numbers mixed by weight, all else from the first; operators are matched by name, module and part."""
     first = values[0]
     if isinstance(first, bool | str) or any(value is None for value in values):
         return first
     if isinstance(first, int | float):
-        mixed = first if all(v == first for v in values) else sum(w * v for w, v in zip(weights, values, strict=True))
+        mixed = first if all(v == first for v in values) else weights.of(values)
         return round(mixed) if isinstance(first, int) else mixed
     if isinstance(first, dict):
         return {key: _MIXED.get(key, _mixed)([v[key] for v in values], weights) for key in first}
@@ -74,13 +85,13 @@ def _mixed(values: Sequence[Any], weights: Sequence[float]) -> Any:
     return tuple(_mixed(items, weights) for items in zip(*values, strict=True))
 
 
-def _mixed_operators(runs: Sequence[Sequence[dict[str, Any]]], weights: Sequence[float]) -> tuple[Any, ...]:
+def _mixed_operators(runs: Sequence[Sequence[dict[str, Any]]], weights: _WeightsOfRuns) -> tuple[Any, ...]:
     """Operators of the first run; one that is missing in another run counts there as what it is here."""
     tables = [_numbered(run) for run in runs]
     return tuple(_mixed([table.get(key, op) for table in tables], weights) for key, op in tables[0].items())
 
 
-def _mixed_part_bytes(runs: Sequence[Sequence[dict[str, Any]]], weights: Sequence[float]) -> tuple[Any, ...]:
+def _mixed_part_bytes(runs: Sequence[Sequence[dict[str, Any]]], weights: _WeightsOfRuns) -> tuple[Any, ...]:
     """Mixed bytes of what parts of a layer save and are given, matched by which parts these are; entries of the first
     run only, and one that is missing in another run counts there as what it is here."""
     tables = [{(item["saved_in"], item["given_to"]): item for item in run} for run in runs]

@@ -11,9 +11,11 @@ The sequence length is that of the profile. Where the model was run at two more 
 through the three for every amount: work and memory of a layer grow with 1, s or s^2.
 """
 
+import hashlib
+import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -559,3 +561,32 @@ def _check_class(layer_class: LayerClass) -> None:
 def load_profile(path: Path) -> ModelProfile:
     """Read a profile document. Raises ValueError that says what is wrong with the file."""
     return ModelProfile.load(path)
+
+
+def fingerprint_of(profile: ModelProfile) -> str:
+    """Hash of what a plan depends on: layers, classes, tensors, ties and batch; not of names, notes or versions."""
+    told = {"name", "source", "fingerprint", "torch_version", "notes", "global_batch", "mixed_precision_problem"}
+    told |= {
+        "context_problem",
+        "coupling",
+        "gradient_problem",
+        "pipeline_problem",
+        "batch_problem",
+        "sharding_problem",
+        "hooks_gradients",
+        "assumes",
+        "untrained",
+        "told",
+    }
+    left_out: dict[str, Any] = {**dict.fromkeys(told, True), "batch": {"__all__": {"counts_rows"}}}
+    left_out["tensors"] = {"__all__": {"varies"}}
+    kernels: dict[str, Any] = {"operators": {"__all__": {"kernels"}}}  # amounts tell them, too
+    each = {"whole": kernels, "tensor": kernels, "sequence": kernels}
+    each |= {"tensor_alone": {"__all__": kernels}, "sequence_without": {"__all__": kernels}}
+    left_out["classes"] = {"__all__": each}
+    document = profile.model_dump(mode="json", exclude=left_out)
+    for layer_class in document["classes"]:
+        for parameter in layer_class["parameters"]:
+            if not parameter["kept_as"]:  # as it was before there was another way
+                del parameter["kept_as"]
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]

@@ -4,8 +4,6 @@ No GPU and no memory are needed: the model is built on the meta device and run o
 tensors of the compute dtype can be told from those of a dtype of their own (fp32 losses, integer indices).
 """
 
-import hashlib
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +30,7 @@ from .held_tensors import held_beside
 from .lengths import at_seq_len
 from .loaded import LoadedModel
 from .mixed_precision import mixed_precision_problem
-from .model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut
+from .model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut, fingerprint_of
 from .parameter_reads import parameters_read
 from .run_sizes import RunSizes
 from .token_loops import FEWEST_OPERATORS, OPERATORS_OF_LOOPS, TokenByTokenError, few_tokens, merged
@@ -304,7 +302,7 @@ def _profile_at(
             *_uncut(classes),
         ),
     )
-    return profile.model_copy(update={"fingerprint": _fingerprint(profile)}), costed
+    return profile.model_copy(update={"fingerprint": fingerprint_of(profile)}), costed
 
 
 def _found_cuts(fake: FakeModel, chain: LayerChain, sizes: RunSizes, firsts: Sequence[int]) -> dict[int, Found]:
@@ -495,32 +493,3 @@ def _check_complete(fake: FakeModel, layers: Sequence[LayerProfile]) -> None:
     listed = {id(named[name]) for layer in layers for name in layer.parameters}
     missing = [name for name, parameter in named.items() if id(parameter) not in listed]
     assert not missing, f"parameters in no layer: {missing}"
-
-
-def _fingerprint(profile: ModelProfile) -> str:
-    """Hash of what a plan depends on: layers, classes, tensors, ties and batch; not of names, notes or versions."""
-    told = {"name", "source", "fingerprint", "torch_version", "notes", "global_batch", "mixed_precision_problem"}
-    told |= {
-        "context_problem",
-        "coupling",
-        "gradient_problem",
-        "pipeline_problem",
-        "batch_problem",
-        "sharding_problem",
-        "hooks_gradients",
-        "assumes",
-        "untrained",
-        "told",
-    }
-    left_out: dict[str, Any] = {**dict.fromkeys(told, True), "batch": {"__all__": {"counts_rows"}}}
-    left_out["tensors"] = {"__all__": {"varies"}}
-    kernels: dict[str, Any] = {"operators": {"__all__": {"kernels"}}}  # amounts tell them, too
-    each = {"whole": kernels, "tensor": kernels, "sequence": kernels}
-    each |= {"tensor_alone": {"__all__": kernels}, "sequence_without": {"__all__": kernels}}
-    left_out["classes"] = {"__all__": each}
-    document = profile.model_dump(mode="json", exclude=left_out)
-    for layer_class in document["classes"]:
-        for parameter in layer_class["parameters"]:
-            if not parameter["kept_as"]:  # as it was before there was another way
-                del parameter["kept_as"]
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
