@@ -197,6 +197,37 @@ def test_plans_of_odd_files_give_the_same_numbers(name: str, pins: dict[str, int
     assert report.ok, report.lines[-1]
 
 
+def test_what_is_put_into_a_tensor_between_layers_is_sent_with_it() -> None:
+    profile = trace(odd("results_written"))
+
+    sent = {tensor.producer.name: tensor.used_by for tensor in profile.tensors}
+    assert len(profile.layers) == 6
+    assert sent["layers.0"] == (2, 3, 4, 5)
+    assert all(tensor.requires_grad for tensor in profile.tensors)
+
+
+def test_what_is_copied_into_a_part_of_a_tensor_between_layers_joins_them() -> None:
+    profile = trace(odd("results_copied"))
+
+    assert len(profile.layers) == 2
+    assert any(note.startswith("the forward writes between layers into a part of a tensor") for note in profile.notes)
+
+
+def test_a_tensor_of_zeros_into_which_layers_write_takes_gradients() -> None:
+    sent = {tensor.producer.name: tensor for tensor in trace(odd("written_by_layers")).tensors}
+
+    assert sent["new_zeros"].requires_grad
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", ["results_written", "written_by_layers"])
+def test_tensors_that_are_written_in_parts_give_the_same_numbers_in_stages(name: str, schedule: str) -> None:
+    report = run(odd(name), pipeline=2, schedule=schedule, micro_batch=2)
+
+    assert report.ok, report.lines[-1]
+
+
 @pytest.mark.slow
 def test_all_odd_files_are_planned_and_verified_or_refused() -> None:
     ill = {name: answers for name, answers in table_of(FOLDER, 1) if not is_well(answers, 1)}

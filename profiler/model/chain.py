@@ -440,6 +440,7 @@ def _build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain
     notes = list(units.notes)
     spans = _collapse_repeats(units, events, spans, notes)
     spans = _collapse_leaks(watch, run, spans, notes)
+    spans = _collapse_written_parts(watch, spans, notes)
     for first, last in watch.inputs.repeats:
         if _span_of(spans, first) != _span_of(spans, last):
             spans = _joined(spans, first, last)
@@ -606,6 +607,20 @@ def _collapse_leaks(
     return spans
 
 
+def _collapse_written_parts(watch: ChainWatch, spans: list[tuple[int, int]], notes: list[str]) -> list[tuple[int, int]]:
+    """What is written between layers by x[...].add_(y) would be written once more by every later stage, into what it
+    has received: join the layers up to the last that reads the tensor."""
+    for event, storage in watch.written_parts:
+        last = max(watch.storage_reads[storage], default=event)
+        if storage in watch.from_parameters and _span_of(spans, event) != _span_of(spans, last):
+            spans = _joined(spans, event, last)
+            notes.append(
+                f"the forward writes between layers into a part of a tensor that {watch.events[last].key[1]} reads "
+                "(x[...].add_(y), where x[...] += y could be cut), so all between them is one layer"
+            )
+    return spans
+
+
 def _span_of(spans: list[tuple[int, int]], event: int) -> int:
     return next(i for i, (first, last) in enumerate(spans) if first <= event <= last)
 
@@ -641,7 +656,10 @@ def _crossings(watch: ChainWatch, spans: list[tuple[int, int]]) -> tuple[Crossin
     made_by: dict[Producer, int] = {}
     covered: set[tuple[int, int]] = set()
     by_storage: dict[int, list[tuple[Producer, int]]] = defaultdict(list)
+    specs = dict(watch.shapes.tensors)
     for key, made in watch.made.items():
+        for producer, _ in made if watch.tensors[key].requires_grad else ():  # by what is written into it later, too
+            specs[producer] = replace(specs[producer], requires_grad=True)
         number = watch.storages.number(watch.tensors[key])
         if number not in watch.from_parameters:
             continue
@@ -653,7 +671,6 @@ def _crossings(watch: ChainWatch, spans: list[tuple[int, int]]) -> tuple[Crossin
         for read in reads:
             if (number, layer_of[read]) not in covered and layer_of[watch.storage_made[number]] < layer_of[read]:
                 _use(sorted(by_storage.get(number, ()), key=lambda m: m[1]), layer_of, read, used, made_by)
-    specs = watch.shapes.tensors
     storage_of = {producer: number for number, made in by_storage.items() for producer, _ in made}
     found = [Crossing(p, made_by[p], max(used[p]), frozenset(used[p]), specs[p], storage_of[p]) for p in used]
     order = {p: i for i, p in enumerate(specs)}

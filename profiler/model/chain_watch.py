@@ -201,6 +201,10 @@ class ChainWatch(Mode):
         self._parameters = {self.storages.number(p): name for name, p in reversed(list(fake.module.named_parameters()))}
         self._held = {name: (p, p.untyped_storage()) for name, p in fake.module.named_parameters()}
         self._written: set[str] = set()
+        self._put: list[tuple[int, int, list[torch.Tensor]]] = []
+        """(event, storage, what is put into it) of each x[...] = y between layers."""
+        self.written_parts: list[tuple[int, int]] = []
+        """(event, storage) of each other writing into a part of a tensor between layers: x[...].add_(y)."""
         self.ran: list[str] = []
         self.loss_from = 0
         self.returned: list[torch.Tensor] = []
@@ -255,6 +259,7 @@ class ChainWatch(Mode):
     def graph(self) -> nx.DiGraph:
         """The events by number, and the tensors that are read after the event that made them; each node of one has the
         number of its `storage`. What depends on no parameter is left out: every stage makes it itself."""
+        self._read_what_is_put()
         found = {}
         for number, made in self.storage_made.items():
             readers = {event for event in self.storage_reads.get(number, ()) if event > made}
@@ -264,6 +269,16 @@ class ChainWatch(Mode):
         graph = wired(len(self.events), found.values())
         nx.set_node_attributes(graph, {("tensor", i): number for i, number in enumerate(found)}, "storage")
         return graph
+
+    def _read_what_is_put(self) -> None:
+        """Whoever reads a tensor reads what was put into it by x[...] = y between layers: every stage does so again,
+        and nothing is returned there in whose place the right numbers could be set."""
+        for event, storage, what in reversed(self._put):
+            readers = {reader for reader in self.storage_reads[storage] if reader > event}
+            for tensor in what:
+                self.storage_reads[self.storages.number(tensor)] |= readers
+                if id(tensor) in self.made:
+                    self.reads[id(tensor)] |= readers
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -284,6 +299,15 @@ class ChainWatch(Mode):
             self.inputs.overwrites |= made < here
             if (number := self.storages.number(args[0])) in self._parameters:
                 self._written.add(self._parameters[number])
+        if func._schema.is_mutable and event.key[0] == "glue":
+            into, *what = tensors_in((args, kwargs))
+            storage = self.storages.number(into)
+            if event.key[1].endswith("__setitem__"):
+                self._put.append((here, storage, what))
+                if self.written_parts and self.written_parts[-1][1] in map(self.storages.number, what):
+                    self.written_parts.pop()  # x[...] += y puts what it has written
+            elif into.numel() * into.itemsize < into.untyped_storage().nbytes():
+                self.written_parts.append((here, storage))
         for tensor in tensors_in((args, kwargs)):
             number = self.storages.number(tensor)
             shapes.append(tensor.shape)

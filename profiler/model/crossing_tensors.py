@@ -67,7 +67,7 @@ def _crossing_tensor(fake: FakeModel, sizes: RunSizes, crossing: Crossing) -> Cr
         shape=spec.shape,
         dims=sizes.dims(crossing),
         dtype=_dtype_name(spec.dtype, fake.dtype),
-        requires_grad=spec.requires_grad,
+        requires_grad=crossing.spec.requires_grad,
         size=fit_bytes(amounts, 1, 1),
     )
 
