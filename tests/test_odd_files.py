@@ -213,6 +213,13 @@ def test_what_is_copied_into_a_part_of_a_tensor_between_layers_joins_them() -> N
     assert any(note.startswith("the forward writes between layers into a part of a tensor") for note in profile.notes)
 
 
+def test_layers_from_the_first_that_changes_an_object_on_are_one() -> None:
+    profile = trace(odd("object_changed"))
+
+    assert len(profile.layers) == 2
+    assert any("layers.0 changes attributes of an object of Progress" in note for note in profile.notes)
+
+
 def test_a_tensor_of_zeros_into_which_layers_write_takes_gradients() -> None:
     sent = {tensor.producer.name: tensor for tensor in trace(odd("written_by_layers")).tensors}
 

@@ -441,6 +441,16 @@ def _build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain
     spans = _collapse_repeats(units, events, spans, notes)
     spans = _collapse_leaks(watch, run, spans, notes)
     spans = _collapse_written_parts(watch, spans, notes)
+    changed = [
+        i for i, event in enumerate(events) if event.key[0] == "module" and event.key[1] in watch.inputs.changers
+    ]
+    if changed and _span_of(spans, changed[0]) != len(spans) - 1:
+        spans = _joined(spans, changed[0], len(events) - 1)
+        name = events[changed[0]].key[1]
+        notes.append(
+            f"{name} changes attributes of an object of {watch.inputs.changers[name]} that it is given, which stages "
+            "without it would not see, so all from it on is one layer"
+        )
     for first, last in watch.inputs.repeats:
         if _span_of(spans, first) != _span_of(spans, last):
             spans = _joined(spans, first, last)

@@ -132,7 +132,10 @@ class Inputs:
         self._modules = {name: root.get_submodule(name) for name in names}
         self._given: list[tuple[str, torch.Tensor, int]] = []
         self._running: list[int] = []
+        self._objects: list[list[tuple[Any, dict[str, Any]]]] = []
         self.writers: set[str] = set()
+        self.changers: dict[str, str] = {}
+        """Modules that change attributes of an object that they are given -> its class."""
         self.transforms = False
         """Whether the model differentiates or maps itself."""
         self.overwrites = False
@@ -171,12 +174,22 @@ class Inputs:
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._running.append(len(self._given))
-        self._given += [(name, x, x._version) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        leaves = tree_leaves((args, kwargs))
+        self._given += [(name, x, x._version) for x in leaves if isinstance(x, torch.Tensor)]
+        self._objects.append([(x, dict(vars(x))) for x in leaves if _is_object(x)])
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self.transforms |= any(map(is_wrapped, tree_leaves((args, output))))
+        for given, before in self._objects.pop():
+            now = vars(given)
+            if now.keys() != before.keys() or any(now[n] is not before[n] for n in now):
+                self.changers.setdefault(name, type(given).__name__)
         if any(x._version != version for own, x, version in self._given[self._running.pop() :] if own == name):
             self.writers.add(name)
+
+
+def _is_object(leaf: Any) -> bool:
+    return hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | nn.Module | type) and not callable(leaf)
 
 
 class ChainWatch(Mode):
