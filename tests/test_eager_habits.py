@@ -476,10 +476,11 @@ class HandsObjects(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.first = _linear()
         self.layers = nn.ModuleList(self.Layer() for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        state = State(x)
+        state = State(self.first(x))
         for layer in self.layers:
             state = layer(state)
         return state.h

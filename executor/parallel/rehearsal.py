@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from ...planner.plan.document import Plan
 from ...profiler.model.building import replace_tensors
 from ...profiler.model.fake_modes import fake_mode
+from ...profiler.model.forward_state import version_of
 from ...profiler.model.known_numbers import MOST_KNOWN, knowing_numbers, known
 from ...profiler.model.model_profile import Producer
 from ...profiler.semantics.distributions import unvalidated
@@ -192,7 +193,7 @@ class Rehearsal:
             if context is not None and isinstance(tokens, TokenSlices) and not tokens.started:
                 raise context.other_length()
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        return replace(notes.seen(), writes_batch=any(leaf._version > 0 for leaf in given))
+        return replace(notes.seen(), writes_batch=any(version_of(leaf) > 0 for leaf in given))
 
 
 class _WithoutGradients(TorchFunctionMode):
@@ -265,7 +266,7 @@ class _Notes:
     def tensor(self, producer: Producer, tensor: torch.Tensor) -> None:
         """A tensor has been produced."""
         if producer in self._crossing:
-            self._tensors[producer] = (tensor, tensor._version)
+            self._tensors[producer] = (tensor, version_of(tensor))
 
     def seen(self) -> _Seen:
         """What was collected, at the end of the run."""
@@ -273,7 +274,7 @@ class _Notes:
         def like(leaf: Any, version: int, changed: bool = False, alike: tuple[int, ...] = ()) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            return Like(leaf.shape, leaf.dtype, leaf._version != version, mark_of(leaf), changed, alike)
+            return Like(leaf.shape, leaf.dtype, version_of(leaf) != version, mark_of(leaf), changed, alike)
 
         return _Seen(
             {
@@ -286,7 +287,7 @@ class _Notes:
 
 def _states(leaves: list[Any]) -> list[tuple[int, int]]:
     """Which tensor each leaf is, and how often it was written into."""
-    return [(id(leaf), leaf._version) if isinstance(leaf, torch.Tensor) else (id(leaf), 0) for leaf in leaves]
+    return [(id(leaf), version_of(leaf)) if isinstance(leaf, torch.Tensor) else (id(leaf), 0) for leaf in leaves]
 
 
 def _alike(leaves: list[Any]) -> list[tuple[int, ...]]:

@@ -499,8 +499,10 @@ def _why_one(root: nn.Module, watch: ChainWatch) -> str:
             "(checkpoint(..., use_reentrant=False) shows them), so all of it is one layer"
         )
     if len(watch.ran) > 1:
+        seen = {producer.name for producer in watch.shapes.tensors if producer.kind == "module"}
+        unseen = next((name for name in watch.ran if name not in seen), watch.ran[0])
         return (
-            f"what {watch.ran[0]} returns is no tensor, nor a tuple, list or dict with any in it, and what crosses a "
+            f"what {unseen} returns is no tensor, nor a tuple, list or dict with any in it, and what crosses a "
             "cut is seen there only, so all of it is one layer"
         )
     if watch.ran:

@@ -106,6 +106,11 @@ def undone(root: nn.Module) -> Iterator[None]:
         put_back(changed(before))
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written into; 0 of one that was made in inference mode, which does not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class TensorsRead(Mode):
     """Notes which of some tensors, by place, operators are given."""
 
@@ -212,22 +217,19 @@ def _numbers(tensor: torch.Tensor, silent: bool, keep_copy: bool) -> Changeable:
     """silent: what writes into it does not tell. Autograd does not hear of what is put back."""
     known: list[tuple[int, torch.Tensor]] = []
 
-    def version() -> int:
-        return 0 if tensor.is_inference() else tensor._version
-
     def take() -> tuple[int, torch.Tensor]:
-        if known and known[0][0] == version():
+        if known and known[0][0] == version_of(tensor):
             return known[0]
-        found = version(), tensor.detach().clone()
+        found = version_of(tensor), tensor.detach().clone()
         known[:] = [found] if keep_copy and not silent and not tensor.is_inference() else []
         return found
 
     def differs(value: tuple[int, torch.Tensor]) -> bool:
-        return silent or value[0] != version()
+        return silent or value[0] != version_of(tensor)
 
     def put(value: tuple[int, torch.Tensor]) -> None:
         tensor.data.copy_(value[1])
-        known[:] = [(version(), value[1])] if known else []
+        known[:] = [(version_of(tensor), value[1])] if known else []
 
     return Changeable(take, differs, put)
 
