@@ -1025,3 +1025,24 @@ def test_numbers_that_nobody_wrote_into_are_copied_once() -> None:
     assert copies()[0] is copied
     seen.add_(2)
     assert copies()[0].tolist() == [2, 2]
+
+
+class Hiding(nn.Module):
+    """Draws which values are hidden, and returns the mean of what it makes of those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = _linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.rand_like(x) < 0.3
+        return self.linear(x.masked_fill(hidden, 0.0))[hidden.nonzero(as_tuple=True)].square().mean()
+
+
+def test_a_loss_that_is_no_number_in_one_process_is_told_and_not_laid_to_the_plan() -> None:
+    loaded = habit(Hiding, batch=lambda size: pairs(size)[0], loss=None)
+
+    report = run(loaded, data_replicate=2)
+
+    assert report.failure is not None
+    assert re.match("the loss of step 1 is nan in one process, where all that the model draws is one", report.failure)

@@ -1,5 +1,6 @@
 """Prove a plan: a small version of its model, trained by it on processes of this machine, beside one process."""
 
+import math
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -153,6 +154,11 @@ def beside_one_process(
         expected: RunResult = run_local_ranks(one_process, 1, loaded, plan, batches, training, timeout_s=timeout_s)[0]
     except RankError as error:
         return replace(report, failure=f"the model does not train in one process: {error}", detail=error.detail)
+    for step, loss in enumerate(expected.losses, start=1):
+        if not math.isfinite(loss):
+            drawn = ", where all that the model draws is one number" if expected.drew else ""
+            told = f"the loss of step {step} is {loss} in one process{drawn}, so there is nothing to compare"
+            return replace(report, failure=told)
     if not training.dropout:
         report = replace(report, splitting=_splitting(expected, loaded, plan, batches[0], timeout_s))
     if expected.evaluated is None:
