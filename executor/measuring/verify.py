@@ -157,8 +157,8 @@ def beside_one_process(
     for step, loss in enumerate(expected.losses, start=1):
         if not math.isfinite(loss):
             drawn = ", where all that the model draws is one number" if expected.drew else ""
-            told = f"the loss of step {step} is {loss} in one process{drawn}, so there is nothing to compare"
-            return replace(report, failure=told)
+            words = f"the loss of step {step} is {loss} in one process{drawn}, so there is nothing to compare"
+            return replace(report, failure=words)
     if not training.dropout:
         report = replace(report, splitting=_splitting(expected, loaded, plan, batches[0], timeout_s))
     if expected.evaluated is None:
