@@ -621,7 +621,8 @@ def _collapse_leaks(
 
 def _collapse_written_parts(watch: ChainWatch, spans: list[tuple[int, int]], notes: list[str]) -> list[tuple[int, int]]:
     """What is written between layers by x[...].add_(y) would be written once more by every later stage, into what it
-    has received: join the layers up to the last that reads the tensor."""
+    has received; and what layers write into a tensor that was made before them, and do not return, comes about after a
+    stage may have sent it: join the layers up to the last that reads the tensor."""
     for event, storage in watch.written_parts:
         last = max(watch.storage_reads[storage], default=event)
         if storage in watch.from_parameters and _span_of(spans, event) != _span_of(spans, last):
@@ -629,6 +630,21 @@ def _collapse_written_parts(watch: ChainWatch, spans: list[tuple[int, int]], not
             notes.append(
                 f"the forward writes between layers into a part of a tensor that {watch.events[last].key[1]} reads "
                 "(x[...].add_(y), where x[...] += y could be cut), so all between them is one layer"
+            )
+    returned = {
+        (event, watch.storages.number(watch.tensors[key]))
+        for key, made in watch.made.items()
+        for producer, event in made
+        if producer.kind == "module"
+    }
+    for event, storage in watch.written_inside:
+        last = max(watch.storage_reads[storage], default=event)
+        is_left = storage in watch.from_parameters and (event, storage) not in returned
+        if is_left and _span_of(spans, event) != _span_of(spans, last):
+            spans = _joined(spans, event, last)
+            notes.append(
+                f"{watch.events[event].key[1]} writes into a tensor that it does not return and "
+                f"{watch.events[last].key[1]} reads, so all between them is one layer"
             )
     return spans
 

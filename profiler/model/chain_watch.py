@@ -218,6 +218,8 @@ class ChainWatch(Mode):
         """(event, storage, what is put into it) of each x[...] = y between layers."""
         self.written_parts: list[tuple[int, int]] = []
         """(event, storage) of each other writing into a part of a tensor between layers: x[...].add_(y)."""
+        self.written_inside: dict[tuple[int, int], None] = {}
+        """(event, storage) of what layers write into tensors that were made between layers."""
         self.ran: list[str] = []
         self.loss_from = 0
         self.returned: list[torch.Tensor] = []
@@ -321,6 +323,10 @@ class ChainWatch(Mode):
                     self.written_parts.pop()  # x[...] += y puts what it has written
             elif into.numel() * into.itemsize < into.untyped_storage().nbytes():
                 self.written_parts.append((here, storage))
+        elif func._schema.is_mutable and isinstance(args[0], torch.Tensor):
+            storage = self.storages.number(args[0])
+            if self.events[self.storage_made.get(storage, here)].key[0] == "glue":
+                self.written_inside[here, storage] = None
         for tensor in tensors_in((args, kwargs)):
             number = self.storages.number(tensor)
             shapes.append(tensor.shape)
