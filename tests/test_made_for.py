@@ -155,6 +155,15 @@ def test_what_a_framework_costs_is_the_difference_to_a_pipeline_that_it_has_not(
     )
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_sharding_that_goes_with_some_numbers_of_micro_batches_only_is_planned(zero: int) -> None:
+    pins = replace(read_pins([f"zero={zero}"]), framework=FRAMEWORKS["torchtitan"])
+
+    found = search(PROFILE, machine(8), training("torchtitan"), pins=pins, time_limit_s=6.0, beside_open=False)
+
+    assert pins.allows_shape(shape_of(found.plan))
+
+
 def test_what_is_faster_and_pinned_away_is_not_laid_to_the_framework() -> None:
     pins = Pins(framework=FRAMEWORKS["deepspeed"], tensor=8)
 

@@ -342,7 +342,7 @@ class Space:
         """The legal families of a legal split."""
         offered = self.pins.offered
         for schedule, virtual, micro_batch, count in self._passes(split.pipeline, split.data, split.context).legal:
-            yield Family(
+            family = Family(
                 split.tensor,
                 split.pipeline,
                 split.data,
@@ -358,6 +358,8 @@ class Space:
                 offered - {"offload"} if schedule in ZERO_BUBBLE else offered,
                 self.pins.offload_optimizer,
             )
+            if self.num_shapes(family):  # none: what is pinned goes only with several micro-batches, or only with one
+                yield family
 
     def micro_batches(self, split: Split) -> Iterator[tuple[int, int]]:
         """(micro-batch, how many of them) of its legal families."""
