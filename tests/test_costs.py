@@ -21,7 +21,7 @@ from meshwright.planner.cost.crossing_cost import P2P_EXPOSED
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.simulate import simulated_step_s
-from meshwright.planner.cost.software import STAGE_S
+from meshwright.planner.cost.software import STAGE_S, load_software
 from meshwright.planner.cost.stage_cost import closed_form_s
 from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import make_plan
@@ -320,6 +320,18 @@ def test_breakdown_adds_up_to_the_step() -> None:
 
     found = estimate(plan_of(model, shape, [[LayerOption("full")] * 2] * 2, 4, 4), model)
 
+    assert sum(found.breakdown.values()) == pytest.approx(found.step_time_s)
+
+
+def test_what_the_host_adds_to_a_step_is_no_waiting_for_stages() -> None:
+    model, shape = model_of_one_class(), Shape(2, 1, 1, 1, micro_batch=1, num_microbatches=2)
+    plan = plan_of(model, shape, [[LayerOption()] * 4], 2, 4)
+    own = plan.model_copy(update={"training": plan.training.model_copy(update={"software": "megatron-core"})})
+
+    found = estimate(own, model)
+
+    assert found.breakdown["fixed"] == load_software("megatron-core").step_s > 0
+    assert found.breakdown["pipeline"] == 0
     assert sum(found.breakdown.values()) == pytest.approx(found.step_time_s)
 
 

@@ -26,6 +26,7 @@ CAUSES = {
     "data": "waiting for gradients and parameters",
     "pipeline": "pipeline bubble and waiting for stages",
     "optimizer": "optimizer step",
+    "fixed": "time that the host adds to every step",
 }
 """Breakdown item -> how people call it."""
 

@@ -150,7 +150,7 @@ def priced_by(model: CostModel, plan: Plan) -> Estimate:
         tokens_per_s=samples_per_s * profile.tokens_per_sample,
         samples_per_s=samples_per_s,
         mfu=_model_flops(profile) * samples_per_s / peak,
-        breakdown=_breakdown(ranks, plan.num_microbatches, step_s),
+        breakdown=_breakdown(ranks, plan.num_microbatches, step_s, model.software.step_s),
         stage_forward_s=tuple(rank.cost.forward_s for rank in ranks),
         stage_backward_s=tuple(rank.cost.backward_s for rank in ranks),
         stage_once_s=tuple(once),
@@ -296,8 +296,9 @@ _ROUNDING = 1e-9
 """Of a step: what is left of it below this is none of its parts."""
 
 
-def _breakdown(stages: list[_PricedStage], num_microbatches: int, step_s: float) -> dict[str, float]:
-    """Where the step goes, on the stage that computes longest; what it waits for others is `pipeline`."""
+def _breakdown(stages: list[_PricedStage], num_microbatches: int, step_s: float, fixed_s: float) -> dict[str, float]:
+    """Where the step goes, on the stage that computes longest; what it waits for others is `pipeline`. fixed_s: what
+    the host adds to every step."""
     slowest = max(stages, key=lambda stage: num_microbatches * stage.cost.microbatch_s + stage.cost.once_s)
     layers = slowest.layers
     per_microbatch = {
@@ -319,6 +320,8 @@ def _breakdown(stages: list[_PricedStage], num_microbatches: int, step_s: float)
     parts = {name: num_microbatches * seconds for name, seconds in per_microbatch.items()}
     parts["data"] += slowest.cost.once_s - slowest.cost.optimizer_s
     parts["optimizer"] = slowest.cost.optimizer_s
+    if fixed_s:
+        parts["fixed"] = fixed_s
     left_s = step_s - sum(parts.values())
     parts["pipeline"] = left_s if left_s > _ROUNDING * step_s else 0.0
     return parts
