@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +26,8 @@ from ..semantics.draws import dice
 from ..semantics.producers import Producers, is_wrapped
 from .chain_watch import CallEvent, ChainWatch, Cursor, Key, recording_outputs, stubbed
 from .fake import DecidesByValuesError, FakeModel
-from .layer_graph import bytes_over, maker_of, tensors_of, wired
+from .layer_graph import bytes_over, wired
+from .layer_spans import LayerSpans, spans_of
 from .layer_units import Units, find_units
 from .loaded import Batch
 from .model_profile import Producer
@@ -434,46 +434,10 @@ def _in_evaluation(module: nn.Module) -> Iterator[None]:
 
 
 def _build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain:
-    root = fake.module
-    events, run = watch.events, watch.graph()
-    spans = _spans(units, events, bytes_over(run))
-    notes = list(units.notes)
-    spans = _collapse_repeats(units, events, spans, notes)
-    spans = _collapse_leaks(watch, run, spans, notes)
-    spans = _collapse_written_parts(watch, spans, notes)
-    changed = [
-        i for i, event in enumerate(events) if event.key[0] == "module" and event.key[1] in watch.inputs.changers
-    ]
-    if changed and _span_of(spans, changed[0]) != len(spans) - 1:
-        spans = _joined(spans, changed[0], len(events) - 1)
-        name = events[changed[0]].key[1]
-        notes.append(
-            f"{name} changes attributes of an object of {watch.inputs.changers[name]} that it is given, which stages "
-            "without it would not see, so all from it on is one layer"
-        )
-    for first, last in watch.inputs.repeats:
-        if _span_of(spans, first) != _span_of(spans, last):
-            spans = _joined(spans, first, last)
-            names = dict.fromkeys(event.key[1] for event in events[first : last + 1] if event.key[0] == "module")
-            notes.append(
-                f"the forward has {' and '.join(names) or 'functions'} repeated together in backward "
-                "(torch.utils.checkpoint), so all between is one layer"
-            )
-    if watch.inputs.transforms and len(spans) > 1:
-        spans = _joined(spans, spans[0][0], spans[-1][1])
-        notes.append("the forward differentiates or maps itself (autograd.grad, torch.func), so all of it is one layer")
-    if watch.inputs.hooks_between and len(spans) > 1:
-        spans = _joined(spans, spans[0][0], spans[-1][1])
-        notes.append(
-            "the forward hooks itself onto gradients between layers (register_hook), so all of it is one layer"
-        )
-    between = [place for place in watch.inputs.read_again if not any(place.startswith(f"{n}.") for n in units.names)]
-    if between and len(spans) > 1:
-        spans = _joined(spans, spans[0][0], spans[-1][1])
-        notes.append(
-            f"the forward reads between layers what the one before has left in {between[0]}, so all of it is one layer"
-        )
-    spans = _collapse_hooked(root, watch, spans, notes)
+    root, events = fake.module, watch.events
+    found = spans_of(units, watch, watch.graph())
+    _join_hooked(root, watch, found)
+    spans, notes = found.each, [*units.notes, *found.notes]
     if len(spans) == 1 and not any(note.endswith("one layer") for note in notes):
         notes.append(_why_one(root, watch))
     crossings = _crossings(watch, spans)
@@ -556,122 +520,21 @@ def _sharding_problem(fake: FakeModel, watch: ChainWatch, layers: tuple[Layer, .
     return ""
 
 
-def _spans(units: Units, events: list[CallEvent], crossing: list[float]) -> list[tuple[int, int]]:
-    """(first, last) event of each layer, before any have to be joined. crossing: [event] -> bytes over a cut before."""
-    groups: list[tuple[str, int, int]] = []
-    for i, event in enumerate(events):
-        kind, name, _ = event.key
-        if kind != "module":
-            continue
-        slot = name if name in units.elements else ""
-        if groups and groups[-1][0] == slot:
-            groups[-1] = (slot, groups[-1][1], i)
-        else:
-            groups.append((slot, i, i))
-    if not groups:
-        return [(0, len(events) - 1)]
-    lasts = [
-        _cheapest_cut(crossing, before[2], after[1], early=before[0] != "" and after[0] == "")
-        for before, after in pairwise(groups)
-    ] + [len(events) - 1]
-    firsts = [0] + [last + 1 for last in lasts[:-1]]
-    return list(zip(firsts, lasts, strict=True))
-
-
-def _cheapest_cut(crossing: list[float], before: int, after: int, early: bool) -> int:
-    """Last event of the earlier layer, between the two layer modules at `before` and `after`: fewest bytes cross."""
-    least = min(crossing[before + 1 : after + 1])
-    cuts = [event for event in range(before, after) if crossing[event + 1] == least]
-    return cuts[0] if early else cuts[-1]
-
-
-def _collapse_repeats(
-    units: Units, events: list[CallEvent], spans: list[tuple[int, int]], notes: list[str]
-) -> list[tuple[int, int]]:
-    """An element that runs again later cannot be in two places of the chain: join all from its first to last run."""
-    runs: dict[str, list[int]] = defaultdict(list)
-    for i, event in enumerate(events):
-        kind, name, _ = event.key
-        if kind == "module" and name in units.elements:
-            runs[name].append(i)
-    for name, places in runs.items():
-        if _span_of(spans, places[0]) != _span_of(spans, places[-1]):
-            spans = _joined(spans, places[0], places[-1])
-            notes.append(f"{name} runs {len(places)} times, so all from its first to its last run is one layer")
-    return spans
-
-
-def _collapse_leaks(
-    watch: ChainWatch, run: nx.DiGraph, spans: list[tuple[int, int]], notes: list[str]
-) -> list[tuple[int, int]]:
-    """A tensor kept aside inside a layer module and read in a later layer cannot be sent: join the layers."""
-    visible = {watch.storages.number(t) for t in watch.tensors.values()}
-    for tensor in tensors_of(run):
-        if run.nodes[tensor]["storage"] in visible:
-            continue
-        made, last = maker_of(run, tensor), max(run.successors(tensor))
-        if _span_of(spans, made) != _span_of(spans, last):
-            spans = _joined(spans, made, last)
-            notes.append(
-                f"{watch.events[made].key[1]} keeps a tensor aside that {watch.events[last].key[1]} reads, "
-                "so all between them is one layer"
-            )
-    return spans
-
-
-def _collapse_written_parts(watch: ChainWatch, spans: list[tuple[int, int]], notes: list[str]) -> list[tuple[int, int]]:
-    """What is written between layers by x[...].add_(y) would be written once more by every later stage, into what it
-    has received; and what layers write into a tensor that was made before them, and do not return, comes about after a
-    stage may have sent it: join the layers up to the last that reads the tensor."""
-    for event, storage in watch.written_parts:
-        last = max(watch.storage_reads[storage], default=event)
-        if storage in watch.from_parameters and _span_of(spans, event) != _span_of(spans, last):
-            spans = _joined(spans, event, last)
-            notes.append(
-                f"the forward writes between layers into a part of a tensor that {watch.events[last].key[1]} reads "
-                "(x[...].add_(y), where x[...] += y could be cut), so all between them is one layer"
-            )
-    returned = {
-        (event, watch.storages.number(watch.tensors[key]))
-        for key, made in watch.made.items()
-        for producer, event in made
-        if producer.kind == "module"
-    }
-    for event, storage in watch.written_inside:
-        last = max(watch.storage_reads[storage], default=event)
-        is_left = storage in watch.from_parameters and (event, storage) not in returned
-        if is_left and _span_of(spans, event) != _span_of(spans, last):
-            spans = _joined(spans, event, last)
-            notes.append(
-                f"{watch.events[event].key[1]} writes into a tensor that it does not return and "
-                f"{watch.events[last].key[1]} reads, so all between them is one layer"
-            )
-    return spans
-
-
-def _span_of(spans: list[tuple[int, int]], event: int) -> int:
-    return next(i for i, (first, last) in enumerate(spans) if first <= event <= last)
-
-
-def _joined(spans: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    start, end = _span_of(spans, first), _span_of(spans, last)
-    return [*spans[:start], (spans[start][0], spans[end][1]), *spans[end + 1 :]]
-
-
-def _collapse_hooked(
-    root: nn.Module, watch: ChainWatch, spans: list[tuple[int, int]], notes: list[str]
-) -> list[tuple[int, int]]:
+def _join_hooked(root: nn.Module, watch: ChainWatch, found: LayerSpans) -> None:
     """What a module with backward hooks returns is known to a stage before torch puts them onto it: join the layers
     that it would cross between."""
-    if not any(map(_has_backward_hooks, root.modules())):
-        return spans
-    for crossing in _crossings(watch, spans):
-        kind, name = crossing.producer.kind, crossing.producer.name
-        if kind == "module" and _has_backward_hooks(root.get_submodule(name)):
-            spans = _joined(spans, spans[crossing.made_by][0], spans[max(crossing.used_by)][1])
-            notes.append(f"{name} has hooks on its backward, so it and what reads its output are one layer")
-            return _collapse_hooked(root, watch, spans, notes)
-    return spans
+    hooked = any(map(_has_backward_hooks, root.modules()))
+    crossing = next((c for c in _crossings(watch, found.each) if _is_hooked(root, c)), None) if hooked else None
+    if crossing is not None:
+        first, last = found.each[crossing.made_by][0], found.each[max(crossing.used_by)][1]
+        name = crossing.producer.name
+        found.join(first, last, f"{name} has hooks on its backward, so it and what reads its output are one layer")
+        _join_hooked(root, watch, found)
+
+
+def _is_hooked(root: nn.Module, crossing: Crossing) -> bool:
+    kind, name = crossing.producer.kind, crossing.producer.name
+    return kind == "module" and _has_backward_hooks(root.get_submodule(name))
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:
