@@ -32,7 +32,6 @@ from markdown_it import MarkdownIt
 from pydantic import BaseModel
 
 import meshwright as mw
-from meshwright.executor import api
 from meshwright.executor.cli import SUBCOMMANDS
 from meshwright.executor.commands.answers import EXIT_CODES
 from meshwright.executor.reporting.glossary import TERMS
@@ -143,6 +142,10 @@ def _default(parameter: Any) -> str:
     return f"`{getattr(value, 'value', value)}`"
 
 
+_WITH_MEMBERS = ("Metrics", "Planned", "Swept", "Trainer")
+"""Classes whose methods and properties are documented, too."""
+
+
 def _api() -> str:
     lines = [
         "# Python",
@@ -159,7 +162,7 @@ def _api() -> str:
             lines += ["", f"## mw.{name}", "", *_code(f"mw.{name}{_signature(value)}"), "", *_prose(value)]
         elif inspect.isclass(value):
             lines += ["", f"## mw.{name}", "", *_prose(value)]
-            if value in (api.Planned, api.Swept):
+            if name in _WITH_MEMBERS:
                 for part, member in vars(value).items():
                     if part.startswith("_") or not getattr(member, "__doc__", None):
                         continue
@@ -177,7 +180,7 @@ def _api() -> str:
 
 def _signature(function: Any) -> str:
     text = str(inspect.signature(function)).replace("self, ", "").replace("(self)", "()").replace("'", "")
-    text = re.sub(r"(?:\w+\.)+(\w+)", r"\1", text)
+    text = re.sub(r"(?:[a-z_]\w*\.)+(\w+)", r"\1", text)  # names without their modules; 1.0 stays
     if len(text) <= 90:
         return text
     head, _, tail = text.rpartition(") ->")

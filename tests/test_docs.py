@@ -12,6 +12,14 @@ def test_references_are_current_and_links_lead_somewhere() -> None:
     assert problems() == []
 
 
+def test_the_reference_of_python_shows_methods_and_defaults_as_they_are() -> None:
+    shown = references()["reference/api.md"]
+
+    assert "explain(*layouts: str, time_limit: float = 60.0) -> Explanation" in shown
+    assert "### Trainer.step" in shown
+    assert "### Metrics.loss" in shown
+
+
 def test_planted_faults_are_found(tmp_path: Path) -> None:
     for page in ORDER:
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
