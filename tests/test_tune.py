@@ -365,6 +365,23 @@ def test_no_rule_of_thumb_races_that_breaks_a_pin(chosen: SearchResult) -> None:
     assert {each.plan.degrees.data_shard for each in pool.priced(CLUSTER) if each.by.startswith("rule")} <= {degree}
 
 
+def test_rules_of_thumb_that_break_a_way_of_reducing_gradients_do_not_race() -> None:
+    """With several micro-batches gradients may be reduced in each of them, or once."""
+    training = TRAINING.model_copy(update={"global_batch": 8 * TRAINING.global_batch})
+    found = search(PROFILE, CLUSTER, training, pins=Pins(gradient_sync="every"), time_limit_s=5.0)
+    shards = next(each for each in found.baselines if each.plan is not None and each.plan.degrees.data_shard > 1)
+    assert shards.plan is not None
+    micro_batch = training.global_batch // shards.plan.degrees.data_shard // 2
+    update = {"gradient_sync": "last", "micro_batch": micro_batch, "num_microbatches": 2}
+    result = replace(found, alternatives=(replace(shards, plan=shards.plan.model_copy(update=update)),))
+    free, pool = Pool(PROFILE, Pins()), Pool(PROFILE, Pins(gradient_sync="every"))
+
+    for each in (free, pool):
+        each.add_result(result)
+
+    assert [len([e for e in each.priced(CLUSTER) if e.by.startswith("rule")]) for each in (free, pool)] == [1, 0]
+
+
 def test_who_teaches_the_fit_is_what_the_others_leave_open(chosen: SearchResult) -> None:
     pool = Pool(PROFILE, Pins())
     pool.add_result(chosen)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from ...planner.answers.alternatives import family
 from ...planner.answers.check import check
-from ...planner.answers.search import SearchResult, prediction_of, price_setup
+from ...planner.answers.search import SearchResult, is_allowed, prediction_of, price_setup
 from ...planner.cost.bands import Band, time_band
 from ...planner.cost.estimate import Estimate, estimate
+from ...planner.cost.layer_cost import CostModel
 from ...planner.plan.document import Plan
 from ...planner.plan.legality import divisors
-from ...planner.plan.making import shape_of
 from ...planner.plan.not_run import not_run
 from ...planner.plan.pins import Pins
 from ...planner.plan.setups import IllegalSetupError, parse_setup
@@ -97,16 +97,10 @@ class Pool:
     def add_result(self, result: SearchResult) -> None:
         """What a search found, and what it was weighed against, as far as the pins allow it."""
         self.add(result.plan, "the search")
+        model = CostModel(self._profile, result.plan.cluster, result.plan.training)
         for each in result.alternatives:
-            if each.plan is not None and (not each.by_rule or self._is_allowed(each.plan)):
+            if each.plan is not None and (not each.by_rule or is_allowed(model, self._pins, each.plan)):
                 self.add(each.plan, f"rule of thumb: {each.label}" if each.by_rule else "the search")
-
-    def _is_allowed(self, plan: Plan) -> bool:
-        layers = [layer for stage in plan.stages for layer in stage.layers]
-        return self._pins.allows_shape(shape_of(plan)) and all(
-            self._pins.allows("recompute", layer.recompute) and self._pins.allows("reshard", layer.reshard)
-            for layer in layers
-        )
 
     def restore(self, label: str, by: str, plan: Plan) -> None:
         """A plan by the label that a record has of it."""

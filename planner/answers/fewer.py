@@ -58,7 +58,7 @@ def fewer_gpus(plan: Plan, found: Estimate, profile: ModelProfile, pins: Pins) -
     best = None
     while count % 2 == 0 and time.monotonic() < deadline:
         count //= 2
-        explorer = Explorer(profile, grown(plan.cluster, count), plan.training)
+        explorer = Explorer(profile, grown(plan.cluster, count), plan.training, pins.framework)
         other = best_of(explorer, pins, deadline, NEARLY * found.step_time_s)
         if other is None or other[1].step_time_s > NEARLY * found.step_time_s:
             break

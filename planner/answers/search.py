@@ -122,9 +122,8 @@ def search(
         told(f"what people usually try: {rule.name}", USUAL)
         rules.append((rule, _follow(explorer, rule, until)))
     is_open = replace(pins, everything=False, parts=False, offload_activations=False) == Pins()
-    followed = [
-        priced for _, priced in rules if priced is not None and (is_open or _allowed(explorer.model, pins, priced.plan))
-    ]
+    there = (priced for _, priced in rules if priced is not None)
+    followed = [priced for priced in there if is_open or is_allowed(explorer.model, pins, priced.plan)]
     near = [solved for solved in outcome.solved if solved.seconds <= outcome.best.seconds * (1 + WINDOW)]
     if framework is not None and framework.partly is not None:
         finalists = as_told(explorer, outcome.solved, until)
@@ -339,7 +338,7 @@ def _by_rules(explorer: Explorer, pins: Pins) -> Iterator[Solved]:
     for rule in rules_of_thumb(explorer.cluster, explorer.training):
         for attempt in rule.attempts:
             found = explorer.explore(attempt, time.monotonic() + RULE_S, near=0).best
-            if found is not None and _allowed(explorer.model, pins, explorer.plan_of(found)):
+            if found is not None and is_allowed(explorer.model, pins, explorer.plan_of(found)):
                 yield found
                 break
 
@@ -360,7 +359,7 @@ def _follow(explorer: Explorer, rule: RuleOfThumb, deadline: float) -> _Priced |
     return None
 
 
-def _allowed(model: CostModel, pins: Pins, plan: Plan) -> bool:
+def is_allowed(model: CostModel, pins: Pins, plan: Plan) -> bool:
     """Whether a plan agrees with what is pinned."""
     layers = [layer for stage in plan.stages for layer in stage.layers]
     wanted = [layer.recompute if pins.recompute is None else model.pinned(kind, pins.recompute)
@@ -377,7 +376,7 @@ def _baseline(explorer: Explorer, rule: RuleOfThumb, priced: _Priced | None, cho
         missed = nearest(closest_verdict(explorer, each, {}) for each in rule.attempts)
         return Candidate(rule.name, None, None, missed, by_rule=True)
     excluded, own = None, replace(pins, framework=None)
-    if own != Pins() and not _allowed(explorer.model, own, priced.plan):
+    if own != Pins() and not is_allowed(explorer.model, own, priced.plan):
         excluded = "excluded by --pin"
     elif pins.framework is not None:
         excluded = f"not known to be what {pins.framework.name} runs"
