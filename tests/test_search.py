@@ -296,6 +296,17 @@ def test_time_over_with_pins_that_no_rule_of_thumb_keeps_is_said() -> None:
         search(model, cluster(1, 4), training, pins=Pins(schedule="zb-h1"), time_limit_s=0.0)
 
 
+def test_where_time_is_over_before_the_first_plan_one_of_the_leanest_is_the_plan() -> None:
+    model = profile([layer_class("a", 1e12, 10_000_000, 1e8, 1e6)], [0] * 4)
+    training = TrainingSpec(global_batch=8, seq_len=64)
+
+    found = search(model, cluster(1, 4), training, pins=Pins(schedule="gpipe", pipeline=2), time_limit_s=0.0)
+
+    assert (found.plan.degrees.pipeline, found.plan.schedule) == (2, "gpipe")
+    assert found.estimate.fits
+    assert found.certificate.status == "feasible"
+
+
 def test_whatever_is_priced_faster_becomes_the_plan() -> None:
     classes = [layer_class("a", 1e10, int(1e7), 1e6, 1e5)]
     model, on = profile(classes, [0] * 4), cluster(1, 4)

@@ -222,19 +222,34 @@ def fits(explorer: Explorer, pins: Pins, deadline: float) -> bool | None:
     if filled_by_state(explorer, pins) >= 1:
         return False
     lean: list[tuple[float, Shape]] = []
-    for family, shape in _frugal(explorer, pins):
-        if explorer.kinds is not None or explorer.bounds.least_of_family(family) is not None:
-            over = _over_bytes(explorer, shape, even_stages(explorer, shape, pins))
-            if over <= 0:
-                return True
-            lean.append((over, shape))
-    for _, shape in sorted(lean, key=lambda each: each[0])[:LEAN_TRIED]:
-        if solved(explorer, shape, pins) is not None:
+    for over, shape in _lean(explorer, pins):
+        if over <= 0:
             return True
+        lean.append((over, shape))
+    if _first_solved(explorer, pins, lean) is not None:
+        return True
     found = explorer.explore(pins, deadline, near=0, any_will_do=True)
     if found.best is not None:
         return True
     return False if found.nothing_fits else None
+
+
+def lean_plan(explorer: Explorer, pins: Pins) -> Solved | None:
+    """One of the leanest shapes at its best, if one fits: a plan where no time is left to look for a faster one."""
+    return _first_solved(explorer, pins, list(_lean(explorer, pins)))
+
+
+def _lean(explorer: Explorer, pins: Pins) -> Iterator[tuple[float, Shape]]:
+    """(bytes over the budget with even stages, shape) of each of the frugal shapes that may fit."""
+    for family, shape in _frugal(explorer, pins):
+        if explorer.kinds is not None or explorer.bounds.least_of_family(family) is not None:
+            yield _over_bytes(explorer, shape, even_stages(explorer, shape, pins)), shape
+
+
+def _first_solved(explorer: Explorer, pins: Pins, lean: Sequence[tuple[float, Shape]]) -> Solved | None:
+    """The first of the leanest of these shapes that fits when it is cut as it must be."""
+    few = sorted(lean, key=lambda each: each[0])[:LEAN_TRIED]
+    return next(filter(None, (solved(explorer, shape, pins) for _, shape in few)), None)
 
 
 def solved(explorer: Explorer, shape: Shape, pins: Pins) -> Solved | None:

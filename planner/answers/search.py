@@ -24,7 +24,7 @@ from ..solve.union import explore_all
 from .alternatives import SHOWN, family, kept, of_other_families, ordered
 from .candidate import Candidate
 from .explain import compared
-from .fitting import filled_by_state
+from .fitting import filled_by_state, lean_plan
 from .guidance import RuleOfThumb, rules_of_thumb
 from .infeasible import InfeasibleError, closest_verdict, explain_infeasible
 from .simplicity import preference
@@ -113,6 +113,8 @@ def search(
         if outcome.complete:
             raise explain_infeasible(explorer, pins, outcome)
         outcome.solved += _by_rules(explorer, pins)
+    if outcome.best is None:
+        outcome.solved += filter(None, (lean_plan(explorer, each) for each in pins.alternatives))
     if outcome.best is None:
         raise SolverError(f"no plan found within {time_limit_s:g} s; give it longer with --time-limit")
     until = max(deadline, time.monotonic() + max(1.0, MORE_TIME * time_limit_s))
