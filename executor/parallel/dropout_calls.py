@@ -38,7 +38,7 @@ def drops(model: nn.Module) -> Drops:
     if may_drop(model):
         return "yes"
     words = {kind: _droppers(kind) for kind in {type(module) for module in model.modules()}}
-    speaking = [m for m in model.modules() if words[type(m)] - m._modules.keys() - vars(m).keys()]
+    speaking = [m for m in model.modules() if words[type(m)] - set(m._modules.keys()) - vars(m).keys()]
     if not all(any(True for _ in _rates(module)) for module in speaking):
         return "perhaps"
     return "not now" if speaking or any(map(_is_dropout, model.modules())) else "no"

@@ -138,15 +138,15 @@ class RandomNumbers:
 
     def _decide(self, args: Any, kwargs: Any) -> None:
         """Find out whether the model drops, by a forward on fake tensors before the first real one."""
-        self.drops = True
+        self.drops, is_seen = True, False
         assert self._whole is not None
         try:
-            self.drops = bool(self._seen_in_either(self._whole, args, kwargs))
-        except Exception as error:  # a forward that decides by values, say: layers are watched then, for a little time
-            _log.debug("dropout was not looked for: %s", error)
+            self.drops = is_seen = bool(self._seen_in_either(self._whole, args, kwargs))
+        except Exception as error:  # a forward that decides by values, say: layers are watched then, for a little time,
+            _log.debug("dropout was not looked for: %s", error)  # and masks of tensor ranks refused where one is met
         if self.drops:
             self._watch_layers(self._watched)
-        if not self.drops or self._plan.degrees.tensor == 1:
+        if not is_seen or self._plan.degrees.tensor == 1:
             self._whole = None
 
     def _seen_in_either(self, whole: nn.Module, args: Any, kwargs: Any) -> dict[tuple[_Place, int], torch.Size]:
