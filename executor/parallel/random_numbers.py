@@ -142,8 +142,9 @@ class RandomNumbers:
         assert self._whole is not None
         try:
             self.drops = is_seen = bool(self._seen_in_either(self._whole, args, kwargs))
-        except Exception as error:  # a forward that decides by values, say: layers are watched then, for a little time,
-            _log.debug("dropout was not looked for: %s", error)  # and masks of tensor ranks refused where one is met
+        except Exception as error:  # a forward that decides by values, say
+            # layers are watched then, for a little time, and of tensor ranks a dropout is refused once it is met
+            _log.debug("dropout was not looked for: %s", error)
         if self.drops:
             self._watch_layers(self._watched)
         if not is_seen or self._plan.degrees.tensor == 1:

@@ -66,6 +66,13 @@ def _tried(optimizer: Optimizer, options: dict[str, Any], ndim: int) -> str:
     return "no"
 
 
+_OTHERWISE = 30.0
+"""Factor of one parameter's gradient in a trial: far enough to change any norm of all, and no power of two."""
+
+_TRIED_SHAPE = (4, 6, 2, 2, 2, 2)
+"""Of a parameter in such a trial, as many dims as it has: small, and no square."""
+
+
 def couples_parameters(optimizer: Optimizer) -> bool:
     """Whether a step of one parameter depends on the gradients of others (a norm of all, a rate that is learned from
     all), as far as trial steps tell in which the gradient of one parameter is another one."""
@@ -78,7 +85,7 @@ def _is_coupled(optimizer: Optimizer) -> bool:
     draw = torch.Generator().manual_seed(0)
     for group in optimizer.param_groups:
         dims = sorted({p.dim() for p in group["params"] if p.requires_grad})
-        shapes = [(4, 6, 2, 2, 2, 2)[:ndim] for ndim in (dims * 2)[: max(2, len(dims))]]
+        shapes = [_TRIED_SHAPE[:ndim] for ndim in (dims * 2)[: max(2, len(dims))]]
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         groups.append((options, [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]))
     starts = [start for _, own in groups for start in own]
@@ -87,7 +94,7 @@ def _is_coupled(optimizer: Optimizer) -> bool:
         return False
     found = []
     try:
-        for factor in (1.0, 30.0):
+        for factor in (1.0, _OTHERWISE):
             with torch.random.fork_rng([]):
                 torch.default_generator.manual_seed(0)  # an optimizer may draw
                 scaled = [[*step[:-1], step[-1] * factor] for step in gradients]
