@@ -353,9 +353,81 @@ def test_whole_options_on_ranks_bring_the_program_nearer() -> None:
     options = np.full(2, 1.0), np.array([2.0, 3.0]), np.zeros(2), flights[:, None] * np.array([1.0, 0.0])
     end = Layers(1.0, 0.1 * one, 0.1 * one, 0 * one, np.zeros((4, 1)), 0.0)
     runs, rooms = [end, Layers(4.0, *options, 0.0), end], [3.5, 3.5]
-    turns = LayerTurns(1, np.zeros(2), np.zeros(2), np.zeros(2))
+    turns = LayerTurns(1, 1, 1, np.zeros(2), np.zeros(2), np.zeros(2))
 
     divided_s, _ = FluidPipelines().least_s(table, runs, rooms, 0.0, enough_s=100.0)
-    whole_s, _ = FluidPipelines().least_s(table, runs, rooms, 0.0, enough_s=100.0, turns=turns)
+    whole_s, _ = FluidPipelines().least_s(table, runs, rooms, 0.0, enough_s=100.0, turns=[turns])
 
     assert whole_s > 1.01 * divided_s
+
+
+def steps_with_turns(table: Table, runs: list[Layers], turns: list[LayerTurns], room: float) -> list[float]:
+    """Simulated steps of all cuts and all options of every layer that fit with the largest turn of each rank."""
+    order = [r for r, layers in enumerate(runs) for _ in range(int(layers.count))]
+    turn_of = {each.run: each for each in turns}
+    found = []
+    for inner in itertools.combinations(range(1, len(order)), table.num_stages - 1):
+        edges = [*itertools.pairwise((0, *inner, len(order)))]
+        for options in itertools.product(*(range(runs[r].bytes.shape[1]) for r in order)):
+            held, most = [0.0] * table.num_ranks, [0.0] * table.num_ranks
+            forward, backward = [0.0] * table.num_stages, [0.0] * table.num_stages
+            for s, (a, b) in enumerate(edges):
+                rank = table.rank_of[s]
+                for place in range(a, b):
+                    r, o = order[place], options[place]
+                    held[rank] += runs[r].bytes[s, o]
+                    forward[s] += runs[r].forward_s[o]
+                    backward[s] += runs[r].backward_s[o]
+                    if r in turn_of:
+                        followed = place + 1 < b and order[place + 1] == r
+                        size = turn_of[r].paired if followed else turn_of[r].alone
+                        most[rank] = max(most[rank], float(size[o]))
+            if max(h + m for h, m in zip(held, most, strict=True)) <= room:
+                ends = [0.0] * table.num_ranks
+                found.append(float(simulated_step_s(table.schedule, forward, backward, ends, table.num_microbatches)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_step_is_shorter_than_programs_that_leave_room_for_turns(seed: int) -> None:
+    draw = random.Random(seed)
+    table = Table("interleaved", 2, 12, 2)
+    flights = np.array([3.0, 2.0, 2.0, 1.0])
+    runs, turns, counts = [], [], draw.choice(([1, 4, 1], [2, 3, 1], [1, 2, 3], [3, 3, 0]))
+    for run, count in enumerate(filter(None, counts)):
+        again = np.array([0.0, draw.uniform(0.1, 0.6)]) if count > 1 else np.zeros(1)
+        kept = draw.uniform(0.5, 1.5) * np.array([1.0, 0.1])[: len(again)]
+        forward = draw.uniform(0.5, 1.5)
+        seconds = np.full(len(again), forward), 2 * forward + again, 0 * again
+        runs.append(Layers(float(count), *seconds, flights[:, None] * kept, 0.0))
+        if count > 1:
+            alone = np.array([draw.uniform(0, 2), draw.uniform(1, 8)])
+            paired = alone + draw.uniform(0, 4)
+            turns.append(LayerTurns(run, sum(counts[:run]), sum(counts[run + 1 :]), alone, paired, np.zeros(2)))
+    known = 0
+    for room in (4.0, 6.0, 8.0, 10.0, 13.0):
+        best_s = min(steps_with_turns(table, runs, turns, room), default=float("inf"))
+        for enough_s in (0.9 * best_s, 1.0005 * best_s) if math.isfinite(best_s) else (150.0,):
+            rooms = [room] * 2
+            divided_s, _ = FluidPipelines().least_s(table, runs, rooms, 0.0, enough_s=enough_s, turns=turns)
+            whole_s, cuts = FluidPipelines().whole(table, runs, rooms, 0.0, 0.0, enough_s, 10.0, turns)
+
+            assert min(divided_s, enough_s) <= best_s * (1 + 1e-9)
+            assert whole_s <= best_s * (1 + 1e-9) if enough_s > best_s else whole_s <= enough_s
+            known += cuts is None and enough_s <= best_s
+    assert known
+
+
+def test_a_turn_of_one_option_that_leaves_no_room_is_told_by_whole_turns() -> None:
+    table, one = Table("interleaved", 2, 4, 2), np.ones(1)
+    end = Layers(1.0, 0.1 * one, 0.1 * one, 0 * one, np.zeros((4, 1)), 0.0)
+    options = np.ones(2), np.array([2.0, 3.0]), np.zeros(2), np.tile([3.0, 0.5], (4, 1))
+    runs, none = [end, Layers(6.0, *options, 0.0), end], np.zeros(2)
+    turns = [LayerTurns(1, 1, 1, np.array([0.0, 3.0]), np.array([0.0, 5.0]), none)]
+
+    for room, fits in ((6.6, True), (6.4, False)):  # three layers that run again, one after another: 1.5 + 5
+        steps = steps_with_turns(table, runs, turns, room)
+        whole_s, _ = FluidPipelines().whole(table, runs, [room] * 2, 0.0, 0.0, 60.0, 10.0, turns)
+
+        assert bool(steps) == fits
+        assert (whole_s < 60.0) == fits

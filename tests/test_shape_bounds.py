@@ -4,6 +4,7 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import get_args
 
@@ -185,6 +186,21 @@ def test_weights_of_layers_that_no_stage_holds_together_are_not_counted_twice(
     found = explorer.chain.counted_twice(Shape(1, 1, 1, pipeline, 1, 8))
 
     assert found == 1000 * twice
+
+
+@pytest.mark.parametrize("order", [[0, 1, 1, 1, 2], [0, 0, 1, 1, 0, 0], [1] * 6, [0, 1, 0, 1, 0, 1, 2]])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_the_last_layer_of_a_stage_is_in_one_of_the_runs_that_its_neighbours_leave(
+    order: list[int], num_stages: int
+) -> None:
+    classes = [layer_class(f"block{i}", 1e12 * (i + 1), 1000, saved=1e6, inputs=1e6) for i in range(3)]
+    chain = Explorer(profile(classes, order), cluster(1, 8, device(1e9)), TrainingSpec(global_batch=8)).chain
+    seen: list[set[int]] = [set() for _ in range(num_stages)]
+    for inner in combinations(range(1, len(order)), num_stages - 1):
+        for stage, end in enumerate((*inner, len(order))):
+            seen[stage].add(int(chain.run_of[end - 1]))
+
+    assert [set(chain.may_end(stage, num_stages)) for stage in range(num_stages)] == seen
 
 
 @pytest.mark.parametrize("seed", slow.but_first(range(0, 30, 3), 4))

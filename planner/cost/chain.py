@@ -182,14 +182,9 @@ class Chain:
         return result
 
     def may_end(self, stage: int, num_stages: int) -> range:
-        """Runs of which the last layer of a stage may be: where the model's first or last layer is one of its kind, it
-        is in the first or last stage."""
-        last = len(self.runs) - 1
-        if stage == num_stages - 1:
-            return range(last, last + 1)
-        first = 1 if stage > 0 and self.runs[0].length == 1 else 0
-        end = last if self.runs[last].length == 1 else last + 1
-        return range(first, end) if first < end else range(last + 1)
+        """Runs of which the last layer of a stage may be: every stage before and after it has a layer at least."""
+        first, last = self.run_of[[stage, self.num_layers - num_stages + stage]].tolist()
+        return range(len(self.runs) - 1 if stage == num_stages - 1 else first, last + 1)
 
     def least_turns(self, rank_of: Sequence[int], per_run: Floats) -> Floats:
         """[rank][shape] -> bytes that are there in some turn on a rank, at least: in that of the last layer of one of

@@ -4,7 +4,7 @@ Each bound is on the simulated step without what the software takes once per ste
 yet: where groups sit, how layers are cut, what is run again. Those of shapes are columns over all shapes of a family.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -391,7 +391,7 @@ def recompute_of(family: Family, pins: Pins) -> Recompute | None:
     return "none" if family.schedule in ZERO_BUBBLE else pins.recompute
 
 
-FluidLayers = tuple[list[Layers], list[float], float, float, LayerTurns | None]
+FluidLayers = tuple[list[Layers], list[float], float, float, list[LayerTurns]]
 """What the layers of a shape cost in a program: (of each run, bytes of each rank, seconds that a stage waits for a
 transfer, seconds at the end of a step beyond those of layers, the turns of layers on ranks of several stages)."""
 
@@ -406,14 +406,14 @@ def fluid_layers(prices: StagePrices | UnequalPrices) -> FluidLayers:
     return runs, rooms, _waited_s(prices), -shared * _update_s(prices), turns
 
 
-def _held(prices: StagePrices) -> tuple[list[Floats], list[float], LayerTurns | None]:
+def _held(prices: StagePrices) -> tuple[list[Floats], list[float], list[LayerTurns]]:
     """([run] -> [stage][option] bytes of a layer, [rank] -> bytes of room for them, turns of layers where ranks hold
     several stages)."""
     shape = prices.shape
     if shape.virtual_stages > 1:
         return _held_by_several(prices, prices.chain.counted_twice(shape))
     _, memory, rooms = prices.divisible(range(shape.pipeline))
-    return memory, rooms.tolist(), None
+    return memory, rooms.tolist(), []
 
 
 def _layers(prices: StagePrices, group: Sequence[int], memory: Sequence[Floats]) -> Layers:
@@ -462,13 +462,13 @@ def _on_unequal(prices: UnequalPrices) -> FluidLayers:
         runs.append(Layers(alike[0].count, forward_s, backward_s, weight_s, held, once_s))
     shared = chain.counted_twice(prices.shape)
     end_s = -shared * max(map(_update_s, prices.by_kind))
-    return runs, rooms.tolist(), min(map(_waited_s, prices.by_kind)), end_s, None
+    return runs, rooms.tolist(), min(map(_waited_s, prices.by_kind)), end_s, []
 
 
-def _held_by_several(prices: StagePrices, shared: float) -> tuple[list[Floats], list[float], LayerTurns | None]:
+def _held_by_several(prices: StagePrices, shared: float) -> tuple[list[Floats], list[float], list[LayerTurns]]:
     """([run] -> [stage][option] bytes of a layer, [rank] -> bytes of room for them, turns of layers) where ranks hold
-    several stages: all that a stage ever keeps, and the least that passes in a turn; turns only where all layers that
-    may recompute are of one kind, between a first and a last one. shared: elements that are counted too often."""
+    several stages: all that a stage ever keeps, and the least that passes in a turn. shared: elements that are counted
+    too often."""
     shape, model = prices.shape, prices.model
     state, table = state_bytes(shape, model.training), Table.of(shape)
     flights = np.array([float(shape.in_flight(stage)) for stage in range(table.num_stages)])
@@ -488,11 +488,17 @@ def _held_by_several(prices: StagePrices, shared: float) -> tuple[list[Floats], 
     left = prices.chain.least_turns(table.rank_of, np.array(passing)[:, None])[:, 0]
     rooms -= left
     np.subtract.at(rooms, table.rank_of, prices.least_crossing(table.num_stages))
-    alike = prices.chain.alike
-    if len(alike) != 3 or any(prices.chain.lengths[group].sum() > 1 for group in (alike[0], alike[2])):
-        return memory, rooms.tolist(), None
-    each = [prices.costs[run] for run in alike[1]]
-    alone = np.min([[cost.ending_bytes for cost in costs] for costs in each], axis=0)
-    paired = np.min([[min(c.reducing_bytes(o) for o in costs) for c in costs] for costs in each], axis=0)
-    recomputes = len(alone) > 1
-    return memory, rooms.tolist(), LayerTurns(1, alone, paired, left) if recomputes else None
+    return memory, rooms.tolist(), [*_turns(prices, left)]
+
+
+def _turns(prices: StagePrices, left: Floats) -> Iterator[LayerTurns]:
+    """Those of each run of several layers that may recompute. left: as of `LayerTurns`."""
+    lengths = [int(prices.chain.lengths[group].sum()) for group in prices.chain.alike]
+    ahead = 0
+    for run, (group, length) in enumerate(zip(prices.chain.alike, lengths, strict=True)):
+        each = [prices.costs[i] for i in group]
+        if length > 1 and len(each[0]) > 1:
+            alone = np.min([[cost.ending_bytes for cost in costs] for costs in each], axis=0)
+            paired = np.min([[min(c.reducing_bytes(o) for o in costs) for c in costs] for costs in each], axis=0)
+            yield LayerTurns(run, ahead, sum(lengths) - ahead - length, alone, paired, left)
+        ahead += length

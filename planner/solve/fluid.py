@@ -35,7 +35,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import highspy
 import numpy as np
@@ -182,7 +182,7 @@ class FluidPipelines:
         wait_s: float,
         least_end_s: float = 0.0,
         enough_s: float = float("inf"),
-        turns: LayerTurns | None = None,
+        turns: Sequence[LayerTurns] = (),
         in_order: bool = True,
     ) -> tuple[float, Floats]:
         """(seconds that no step beats, or `enough_s` as soon as that is known to be less, [stage] -> layers that it
@@ -202,7 +202,7 @@ class FluidPipelines:
         self.prices.setdefault(table, []).append(prices)
         del self.prices[table][:-MOST_PRICES]
         self.num_prices[table] += 1
-        if turns is not None and in_order and least_s < enough_s < float("inf"):
+        if turns and in_order and least_s < enough_s < float("inf"):
             program = self._program(table, runs, rooms, wait_s, least_end_s, turns, enough_s)
             least_s = max(least_s, min(program.solve_with_paths(enough_s), enough_s))
         return least_s, program.layers
@@ -214,14 +214,16 @@ class FluidPipelines:
         rooms: Sequence[float],
         wait_s: float,
         least_end_s: float,
-        turns: LayerTurns | None = None,
+        turns: Sequence[LayerTurns] = (),
         below_s: float = float("inf"),
         in_order: bool = True,
     ) -> "_Program":
         """The program with the paths that are known, for steps below that if `turns` are given."""
         program = _Program(table, runs, rooms, wait_s, least_end_s, in_order)
-        if turns is not None:
-            program.keep_options_whole(turns, rooms, below_s)
+        if turns:
+            program.leave_turns(turns, rooms, below_s)
+        for each in turns:
+            program.keep_options_whole(each, rooms, below_s)
         program.add([*_of_ranks(table), *self._paths.get(table, [])])
         program.deadline_s = self.deadline_s
         return program
@@ -235,7 +237,7 @@ class FluidPipelines:
         least_end_s: float,
         below_s: float,
         seconds: float,
-        turns: LayerTurns | None = None,
+        turns: Sequence[LayerTurns] = (),
     ) -> tuple[float, Floats | None]:
         """(seconds that no step with whole layers beats, [stage] -> layers it holds in a solution below `below_s`, if
         one was found): the integer program, in so many seconds; first with whole layers on every rank, which says most
@@ -246,6 +248,7 @@ class FluidPipelines:
         least_s = min(program.solve_with_paths(below_s, shorter_will_do=False), below_s)
         if least_s >= below_s:
             return below_s, None
+        program.keep_turns_whole(turns, rooms, below_s)
         for keep_whole in (program.keep_whole_on_ranks, program.keep_whole):
             keep_whole(below_s)
             while True:
@@ -389,7 +392,7 @@ class _Program:
                     run.append(r)
                     option.append(o)
         self.stage, self.run, self.option = np.array(stage), np.array(run), np.array(option)
-        self.seconds, self.once_s, held = np.zeros((3, len(run))), np.zeros(len(run)), np.zeros(len(run))
+        self.seconds, self.once_s, self.held = np.zeros((3, len(run))), np.zeros(len(run)), np.zeros(len(run))
         for r, layers in enumerate(runs):
             here = self.run == r
             at = self.stage[here], self.option[here]
@@ -398,7 +401,7 @@ class _Program:
             )
             self.seconds[:, here] = forward_s, backward_s - weight_s, weight_s
             self.once_s[here] = np.broadcast_to(layers.once_s, num_stages)[at[0]]
-            held[here] = layers.bytes[at]
+            self.held[here] = layers.bytes[at]
         self.unit_s = sum(layers.count * float((layers.forward_s + layers.backward_s).min()) for layers in runs)
         self.unit_s = self.unit_s * table.num_microbatches / table.num_ranks or 1.0
         self.rank = rank_of[self.stage]
@@ -431,10 +434,10 @@ class _Program:
                     self._model.addRow(0.0, inf, len(here), here, share)
                     self._order.append((r, s))
         for q, room in enumerate(rooms):
-            here = everything[(self.rank == q) & (held > 0)]
+            here = everything[(self.rank == q) & (self.held > 0)]
             scale = 1.0 / max(1.0, abs(room))
             self._scales.append(scale)
-            self._model.addRow(-inf, room * scale, len(here), here, held[here] * scale)
+            self._model.addRow(-inf, room * scale, len(here), here, self.held[here] * scale)
         self.num = num
         self.amounts: Floats = np.zeros(num)
         self.deadline_s = float("inf")
@@ -443,18 +446,21 @@ class _Program:
     def keep_options_whole(self, turns: LayerTurns, rooms: Sequence[float], below_s: float) -> None:
         """What ranks run again at least from now on where layers of the run are whole; no rank has so many that a step
         could not be below that."""
-        layers, inf = self.runs[turns.run], highspy.kHighsInf
-        seconds, rank_of = layers.forward_s + layers.backward_s, np.array(self.table.rank_of)
+        run, last, inf = self._united_of[turns.run], self.table.num_stages - 1, highspy.kHighsInf
+        if self._united_of.count(run) > 1:
+            return
+        layers, rank_of = self.runs[run], np.array(self.table.rank_of)
+        seconds = layers.forward_s + layers.backward_s
         again_s = seconds - seconds.min()
         unit_s = float(again_s.max()) or 1.0
-        pairs = zip(self.stage.tolist(), self.run.tolist(), strict=True)
-        others = {s: float(self.runs[r].bytes[s].min()) for s, r in pairs if r != turns.run}
-        fewest = self.table.num_stages - len(others)  # of the run: a layer in every stage that has no other
+        ends = {s: self.runs[r] for s, r in ((0, 0), (last, len(self.runs) - 1)) if self.runs[r].count == 1}
+        held = {s: float(end.bytes[s].min()) for s, end in ends.items()}
+        certain = range(turns.ahead, self.table.num_stages - turns.after)  # stages with a layer of the run
         fastest_s = self.table.num_microbatches * float(seconds.min())
         for rank, room in enumerate(rooms):
             stages = np.flatnonzero(rank_of == rank)
-            own = [layers.bytes[stage] for stage in stages if stage not in others]
-            most = min(layers.count - (fewest - len(own)), below_s // fastest_s + 1)
+            own = [layers.bytes[stage] for stage in stages if stage in certain]
+            most = min(layers.count - (len(certain) - len(own)), below_s // fastest_s + 1)
             each = least_again_s(
                 own,
                 layers.bytes[stages].min(axis=0),
@@ -462,16 +468,70 @@ class _Program:
                 turns.alone,
                 turns.paired,
                 len(stages),
-                room + float(turns.left[rank]) - sum(others.get(int(stage), 0.0) for stage in stages),
+                room + float(turns.left[rank]) - sum(held.get(int(stage), 0.0) for stage in stages),
                 max(int(most), len(own)),
             )
-            here = np.flatnonzero((self.run == turns.run) & (self.rank == rank)).astype(np.int32)
-            held = len(own) - 1 + np.isfinite(each).sum()
-            self._model.addRow(0.0, float(held), len(here), here, np.ones(len(here)))
+            here = np.flatnonzero((self.run == run) & (self.rank == rank)).astype(np.int32)
+            fitting = len(own) - 1 + np.isfinite(each).sum()
+            self._model.addRow(0.0, float(fitting), len(here), here, np.ones(len(here)))
             for start_s, slope_s in hull(len(own), each):
                 self._model.addRow(
                     start_s / unit_s, inf, len(here), here, (again_s[self.option[here]] - slope_s) / unit_s
                 )
+
+    def leave_turns(self, turns: Sequence[LayerTurns], rooms: Sequence[float], below_s: float) -> None:
+        """Every rank leaves room for the turns of its layers from now on, where steps are below that.
+
+        What is there in the largest turn is no less than a mean of what is there in each, weighted by the seconds that
+        the layers of an option take, which are no more than the step. Of the layers of a run in a stage all but one
+        have another one after them.
+        """
+        rank_of, inf = np.array(self.table.rank_of), highspy.kHighsInf
+        shares = self.table.num_microbatches * (self.seconds[0] + self.seconds[1] + self.seconds[2]) / below_s
+        for rank, room in enumerate(rooms):
+            extra, less = np.zeros((2, self.num)), 0.0
+            for each in turns:
+                run = self._united_of[each.run]
+                here = np.flatnonzero((self.run == run) & (self.rank == rank))
+                if self._united_of.count(run) > 1 or not len(here):
+                    continue
+                sizes = np.maximum(0.0, np.array([each.alone, each.paired]) - each.left[rank])
+                extra[:, here] = shares[here] * sizes[:, self.option[here]]
+                most = min(self.runs[run].count, float((rank_of == rank).sum()))
+                less += most * max(0.0, float((extra[1, here] - extra[0, here]).max()))
+            where = np.flatnonzero((self.rank == rank) & (self.held + extra.max(axis=0) > 0)).astype(np.int32)
+            scale = 1.0 / max(1.0, abs(room))
+            for added, beside in zip(extra, (0.0, less), strict=True):
+                values = (self.held + added)[where] * scale
+                self._model.addRow(-inf, (room + beside) * scale, len(where), where, values)
+
+    def keep_turns_whole(self, turns: Sequence[LayerTurns], rooms: Sequence[float], below_s: float) -> None:
+        """Every rank leaves room for the largest turn of its layers from now on, of steps below that: for that of any
+        option that some layer has, and of one with another layer after it, where more layers have the option than there
+        are stages."""
+        rank_of, inf = np.array(self.table.rank_of), highspy.kHighsInf
+        passes_s = self.table.num_microbatches * self.seconds.sum(axis=0)
+        for each, (rank, room) in product(turns, enumerate(rooms)):
+            run = self._united_of[each.run]
+            number = float((rank_of == rank).sum())
+            held = np.flatnonzero((self.rank == rank) & (self.held > 0))
+            for option, size in product(range(len(each.alone)), ("alone", "paired")):
+                here = np.flatnonzero((self.run == run) & (self.rank == rank) & (self.option == option))
+                without = 0.0 if size == "alone" else number
+                beside = float(getattr(each, size)[option] - each.left[rank])
+                if self._united_of.count(run) > 1 or not len(here) or beside <= 0:
+                    continue
+                most = min(self.runs[run].count, below_s / float(passes_s[here].min()))
+                if most <= without:
+                    continue
+                self._model.addVar(0.0, 1.0)
+                takes = self._model.getNumCol() - 1
+                self._model.changeColIntegrality(takes, highspy.HighsVarType.kInteger)
+                where = np.append(here, takes).astype(np.int32)
+                self._model.addRow(-inf, without, len(where), where, np.append(np.ones(len(here)), without - most))
+                scale = 1.0 / max(1.0, abs(room))
+                where = np.append(held, takes).astype(np.int32)
+                self._model.addRow(-inf, room * scale, len(where), where, np.append(self.held[held], beside) * scale)
 
     def add(self, paths: Sequence[CriticalPath]) -> None:
         """More paths that the step is no shorter than."""

@@ -21,10 +21,13 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class LayerTurns:
-    """Bytes that are there in a layer's turn only, of the one run of layers that is cut: [option] of one alone, and
-    with another one after it in its stage. run: which one; left: [rank] -> what its room leaves for turns already."""
+    """Bytes that are there in a layer's turn only, of a run of layers that is cut: [option] of one alone, and with
+    another one after it in its stage. run: which one; ahead, after: layers before and after it in the chain, which may
+    be all that the first and last stages hold; left: [rank] -> what its room leaves for turns already."""
 
     run: int
+    ahead: int
+    after: int
     alone: Floats
     paired: Floats
     left: Floats
@@ -43,11 +46,13 @@ def least_again_s(
     """[layers] -> seconds that so many layers of a rank run again at least for a micro-batch, from one for each of its
     `own` stages to `most`; infinite where they cannot be held.
 
-    own: of each stage that holds a layer, [option] -> bytes of it; further: those of each further layer; again_s,
-    alone, paired: [option]; num_stages: of the rank, so that of more layers two are in one stage; room: bytes, turns
-    included.
+    own: of each stage that holds a layer for certain, [option] -> bytes of it; further: those of each further layer;
+    again_s, alone, paired: [option]; num_stages: of the rank, so that of more layers two are in one stage; room: bytes,
+    turns included.
     """
     found = np.full(most - len(own) + 1, np.inf)
+    if not own:
+        found[0] = 0.0
     order = np.argsort(alone, kind="stable")
     for number in range(1, len(order) + 1):
         allowed, largest = order[:number], float(alone[order[number - 1]])
