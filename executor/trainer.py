@@ -324,7 +324,7 @@ class Trainer:
         if self._given:
             raise ValueError("step() after forward_backward(): call optimizer_step() first, which ends that step")
         step = self.progress.steps + 1
-        with self._task(f"in step {step}", f"after step {step}", times=1.0), self._memory_explained():
+        with self._in_step(step, "after"), self._memory_explained():
             self._accumulate(batch, 1.0, None, ends_step=True)
             return self._finish_step()
 
@@ -337,7 +337,7 @@ class Trainer:
         call it alike.
         """
         step = self.progress.steps + 1
-        with self._task(f"in step {step}", f"within step {step}", times=1.0), self._memory_explained():
+        with self._in_step(step, "within"), self._memory_explained():
             if loss is not None and self._loss is None:
                 raise ValueError("forward_backward(loss=...) of a model that returns its own loss: give none")
             losses, scales = self._accumulate(batch, scale, None if loss is None else CheckedLoss(loss))
@@ -353,7 +353,7 @@ class Trainer:
         if not self._given:
             raise ValueError("optimizer_step() without gradients: call forward_backward(batch) first, or step(batch)")
         step = self.progress.steps + 1
-        with self._task(f"in step {step}", f"after step {step}", times=1.0), self._memory_explained():
+        with self._in_step(step, "after"), self._memory_explained():
             return self._finish_step()
 
     def _own_norm(self) -> torch.Tensor | None:
@@ -532,7 +532,7 @@ class Trainer:
         behind = f"after step {self.progress.steps}"
         chosen = metrics or {}
         means = Means(self.mesh, ["loss", *chosen])
-        with self._task(f"in evaluate {behind}", behind):
+        with self._task(f"in evaluate {behind}", behind, meets=True):
             for batch in batches:
                 batch = tree_map(self._to_device, batch)
                 parts = self._parts(batch)
@@ -556,7 +556,7 @@ class Trainer:
         leaves are those of the first micro-batch.
         """
         behind = f"after step {self.progress.steps}"
-        with self._task(f"in forward {behind}", behind):
+        with self._task(f"in forward {behind}", behind, meets=self._divides):
             parts = self._parts(tree_map(self._to_device, batch))
             found = self._forward(parts, False, lambda output, part: output).outputs
             return joined_samples(self._forwards.to_all_stages(found), self.plan.micro_batch)
@@ -673,7 +673,7 @@ class Trainer:
         alike on all ranks.
         """
         behind = f"after step {self.progress.steps}"
-        with self._task(f"in save {behind}", behind):
+        with self._task(f"in save {behind}", behind, meets=True):
             self._check_parameters()
             self._writer().save(Path(folder), self.progress, stateful, wait, keep)
 
@@ -686,7 +686,7 @@ class Trainer:
         another job writes to the folder; it is this job's until `close`.
         """
         began_s = time.monotonic()
-        with self._task("in resume", "after resume"):
+        with self._task("in resume", "after resume", meets=True):
             writer = self._writer()
             writer.lock(Path(folder), make=missing_ok)
             found = writer.latest(Path(folder))
@@ -714,7 +714,7 @@ class Trainer:
         trained.
         """
         behind = f"after step {self.progress.steps}"
-        with self._task(f"in save_pretrained {behind}", behind):
+        with self._task(f"in save_pretrained {behind}", behind, meets=True):
             self._check_parameters()
             export_model(self._applied, self.plan, self.mesh, self._writer(), Path(folder), format, dtype)
 
@@ -723,12 +723,16 @@ class Trainer:
 
         Names are those of model_fn()'s own state_dict().
         """
-        return self._gathered({n: p.detach() for n, p in self._applied.parameters.items()}, buffers=True)
+        behind = f"after step {self.progress.steps}"
+        with self._task(f"in full_state_dict {behind}", behind, meets=self._divides):
+            return self._gathered({n: p.detach() for n, p in self._applied.parameters.items()}, buffers=True)
 
     def named_gradients(self) -> dict[str, torch.Tensor]:
         """Whole gradients of the last step, as the optimizer saw them, like full_state_dict. All ranks must call it."""
         grads = {n: p.grad for n, p in self._applied.parameters.items()}
-        return self._gathered({n: g for n, g in grads.items() if g is not None}, buffers=False)
+        behind = f"after step {self.progress.steps}"
+        with self._task(f"in named_gradients {behind}", behind, meets=self._divides):
+            return self._gathered({n: g for n, g in grads.items() if g is not None}, buffers=False)
 
     def close(self) -> None:
         """End what is still being written, and torch.distributed if parallelize began it."""
@@ -745,8 +749,16 @@ class Trainer:
             dist.destroy_process_group()
             forget_groups()
 
-    def _task(self, inside: str, behind: str, times: float = LONGER) -> AbstractContextManager[None]:
-        return nullcontext() if self._watch is None else self._watch.task(inside, behind, times)
+    def _task(self, inside: str, behind: str, meets: bool = False) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch.task(inside, behind, meets=meets)
+
+    def _in_step(self, step: int, behind: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch.step(f"in step {step}", f"{behind} step {step}")
+
+    @cached_property
+    def _divides(self) -> bool:
+        """Whether a rank has only a part of the model."""
+        return self.plan.degrees.pipeline > 1 or self._applied.is_divided
 
     def _compile(self) -> None:
         """From now on layers that are to be compiled are. (The first step of tensor parallelism watches functions.)"""

@@ -50,7 +50,7 @@ SILENT_S = 60.0
 takes it for dead; of one on the same machine its process tells at once. Most waits end by themselves when a connection
 breaks, but not those for connections that are still to be made."""
 
-_FAILURE, _BEAT, _PROCESS = "failure", "beat", "process"
+_FAILURE, _BEAT, _PROCESS, _MEETING = "failure", "beat", "process", "meeting"
 
 _LAUNCHED = {"MASTER_ADDR", "MASTER_PORT", "RANK"}
 """Of the environment, where a launcher has started this process."""
@@ -62,7 +62,7 @@ class Beat:
 
     place: how much the job has asked of it, which all ranks count alike: odd inside of a step or another task, even
     after it. what: the words for that, since_s: for how long. where: the line its thread is at; waits: for others.
-    ended: it is the last one, for the rank has come to its end.
+    ended: it is the last one, for the rank has come to its end. steps, meetings: how many of each it has begun.
     """
 
     count: int
@@ -72,6 +72,8 @@ class Beat:
     where: str
     waits: bool
     ended: bool = False
+    steps: int = 0
+    meetings: int = 0
 
 
 class Watch:
@@ -90,7 +92,7 @@ class Watch:
         self._seen = threading.main_thread().ident
         self._ended, self._connected = threading.Event(), threading.Event()
         self._telling, self._told = threading.Lock(), False
-        self._count = 0
+        self._count = self._steps = self._meetings = 0
         self._neighbour, self._neighbour_s = b"", time.monotonic()
         self._processes: dict[int, dict[str, Any]] = {}  # of ranks that were looked for
         self._lost_store_s: float | None = None
@@ -106,16 +108,58 @@ class Watch:
         atexit.register(self._end)
 
     @contextmanager
-    def task(self, inside: str, behind: str, times: float = LONGER) -> Iterator[None]:
-        """What every rank does together, in words; it may take so many times as long as a step."""
+    def task(self, inside: str, behind: str, times: float = LONGER, meets: bool = False) -> Iterator[None]:
+        """What every rank does together, in words; it may take so many times as long as a step. meets: it begins once
+        all ranks have come to it."""
         self._place, self._what, self._since, self._times = self._place + 1, inside, time.monotonic(), times
         try:
+            if meets:
+                self._meet()
             yield
         except BaseException:
             self._times = math.inf  # whoever catches it may take the time he likes
             self._place += 1
             raise
         self._place, self._what, self._since, self._times = self._place + 1, behind, time.monotonic(), math.inf
+
+    @contextmanager
+    def step(self, inside: str, behind: str) -> Iterator[None]:
+        """A task that is a part of a step."""
+        self._steps += 1
+        with self.task(inside, behind, times=1.0):
+            yield
+
+    def _meet(self) -> None:
+        """Return when all ranks have come here. Raises ValueError where another one does something else: what ranks
+        exchange would be taken for what it is not, which ends a process without a word, or a GPU's rank never."""
+        self._meetings += 1
+        words, key = self._what, f"{_MEETING}{self._meetings}"
+        if not self._connected.wait(STORE_S):
+            return
+        with suppress(dist.DistError):  # a store that is gone is told of by what comes next
+            found = self._store.compare_set(key, "", words).decode()
+            if found != words:
+                raise self._apart(f"another is {found}")
+            come = self._store.add(f"{key}/come", 1)
+            if come == self.num_ranks:
+                self._store.set(f"{key}/all", "")
+            pause_s, looked_s = 0.001, time.monotonic()
+            while not self._store.check([f"{key}/all"]):
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, self.beat_s / 5)
+                if come == 1 and time.monotonic() - looked_s > self.beat_s:
+                    self._look_for_others()
+                    looked_s = time.monotonic()
+
+    def _look_for_others(self) -> None:
+        """Raise ValueError if a rank has passed by where this one waits for it."""
+        for rank, beat in enumerate(self._beats()):
+            if beat is not None and beat.meetings < self._meetings and (beat.ended or beat.steps > self._steps):
+                what = f"has ended {beat.what}" if beat.ended else f"is {beat.what}"
+                raise self._apart(f"rank {rank} {what}")
+
+    def _apart(self, other: str) -> ValueError:
+        return ValueError(f"rank {self.rank} of {self.num_ranks} is {self._what}, while {other}. {_ALIKE}")
 
     def see_exceptions(self) -> None:
         """Stand before what sys.excepthook is; init_process_group puts itself there, and would keep what is said."""
@@ -174,8 +218,7 @@ class Watch:
                 return
             if self._is_late():
                 self._tell(self._diagnosis())
-                if self._holds_store:
-                    time.sleep(GRACE_S)
+                self._let_others_end()
                 os._exit(1)
 
     def _lost_rank(self) -> str | None:
@@ -268,7 +311,8 @@ class Watch:
     def _put(self, ended: bool = False) -> None:
         self._count += 1
         where, waits = _line(sys._current_frames().get(self._seen or 0))
-        beat = Beat(self._count, self._place, self._what, time.monotonic() - self._since, where, waits, ended)
+        since_s = time.monotonic() - self._since
+        beat = Beat(self._count, self._place, self._what, since_s, where, waits, ended, self._steps, self._meetings)
         self._store.set(f"{_BEAT}{self.rank}", json.dumps(asdict(beat)))
 
     def _beats(self) -> list[Beat | None]:
@@ -293,9 +337,13 @@ class Watch:
             self._tell(self._diagnosis(text))
         sys.stderr.flush()
         sys.stdout.flush()
-        if self._holds_store:
-            time.sleep(GRACE_S)  # the others want to know why
+        self._let_others_end()
         os._exit(1)  # what is left of torch.distributed would wait for the others
+
+    def _let_others_end(self) -> None:
+        """Keep the store until the others have heard why the job ends, and have ended."""
+        if self._holds_store:
+            time.sleep(GRACE_S + 2 * self.beat_s)
 
     def _tell(self, message: str) -> None:
         """Print a message about another rank, unless one has been printed."""
@@ -368,6 +416,12 @@ class Watch:
             time.sleep(self.beat_s / 5)
 
 
+_ALIKE = (
+    "Every rank must call step, save, evaluate, full_state_dict and the like (not under `if rank == 0`): what they "
+    "write and return comes from all of them"
+)
+
+
 _current: Watch | None = None
 """The watch of this process, which trainers of one process share."""
 
@@ -414,7 +468,7 @@ def _who_hangs(beats: Sequence[Beat], job: str) -> str:
         tasks.setdefault(beat.what, rank)
     if len(tasks) > 1:
         each = "; ".join(f"rank {rank} is {what}, at {beats[rank].where}" for what, rank in list(tasks.items())[:4])
-        return f"ranks {job} do different things: {each}. Every rank must call step, save and resume alike"
+        return f"ranks {job} do different things: {each}. {_ALIKE}"
     places = "; ".join(f"rank {rank} at {beat.where}" for rank, beat in enumerate(beats[:8]))
     return (
         f"all ranks {job} wait for each other for {max(b.since_s for b in beats):.0f} s {beats[0].what}, which a "

@@ -1,11 +1,13 @@
 """Start-up, saving and resuming: a rank that is missing, raises, dies or hangs there ends all, and is named."""
 
 import atexit
+import itertools
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -310,5 +312,89 @@ def test_ranks_that_do_different_things_are_told_so() -> None:
 
     assert message == (
         "ranks of 2 do different things: rank 0 is in save after step 2, at train.py:22 in main; rank 1 is in step 3, "
-        "at train.py:20 in main. Every rank must call step, save and resume alike"
+        "at train.py:20 in main. Every rank must call step, save, evaluate, full_state_dict and the like (not under "
+        "`if rank == 0`): what they write and return comes from all of them"
     )
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[watch.Watch, watch.Watch]]:
+    """The watches of two ranks."""
+    monkeypatch.setattr(watch, "_numbers", itertools.repeat(-1))
+    store = dist.HashStore()
+    first, second = watch.Watch(0, 2, store=store), watch.Watch(1, 2, store=store)
+    yield first, second
+    second.close()
+    first.close()
+
+
+def test_a_rank_that_alone_saves_is_told_so_before_anything_is_exchanged(two: tuple[watch.Watch, watch.Watch]) -> None:
+    first, second = two
+
+    with (
+        second.step("in step 3", "after step 3"),
+        pytest.raises(ValueError, match=r"rank 0 of 2 is in save after step 2, while rank 1 is in step 3\. Every rank"),
+        first.task("in save after step 2", "after step 2", meets=True),
+    ):
+        pytest.fail("it began")
+
+
+def test_ranks_that_meet_in_different_tasks_are_told_so(two: tuple[watch.Watch, watch.Watch]) -> None:
+    first, second = two
+
+    def evaluate() -> None:
+        with suppress(ValueError), second.task("in evaluate after step 2", "after step 2", meets=True):
+            pass
+
+    other = threading.Thread(target=evaluate)
+    other.start()
+    until(lambda: bool(second._store.check(["meeting1"])))
+
+    with (
+        pytest.raises(
+            ValueError, match=r"rank 0 of 2 is in save after step 2, while another is in evaluate after step 2"
+        ),
+        first.task("in save after step 2", "after step 2", meets=True),
+    ):
+        pytest.fail("it began")
+    second._store.set("meeting1/all", "")
+    other.join()
+
+
+def test_a_task_that_all_ranks_come_to_begins_however_late_one_is(two: tuple[watch.Watch, watch.Watch]) -> None:
+    first, second = two
+    begun = []
+
+    def save() -> None:
+        with first.task("in save after step 2", "after step 2", meets=True):
+            begun.append("first")
+
+    other = threading.Thread(target=save)
+    with second.step("in step 2", "after step 2"):  # which the first has done
+        first._steps += 1
+        other.start()
+        until(lambda: first._meetings == 1)
+        count = first._count
+        until(lambda: first._count > count + 2)  # it has looked around
+        assert not begun
+    with second.task("in save after step 2", "after step 2", meets=True):
+        other.join()
+
+    assert begun == ["first"]
+
+
+def _saves_alone(plan: Plan, folder: Path) -> None:
+    trainer = parallelize(TiedNet, plan, adamw, loss=loss, timeout_s=300.0)
+    for share in trainer.loader(samples):
+        trainer.step(share)
+        if trainer.mesh.rank == 0:
+            trainer.save(folder / "run")
+
+
+@pytest.mark.slow
+def test_a_script_that_saves_on_one_rank_only_ends_with_that_word(profile: ModelProfile, tmp_path: Path) -> None:
+    endings = launch(_saves_alone, 2, tmp_path, plan_of(profile, shard=2), tmp_path)
+
+    assert [ending.exit_code for ending in endings] == [1, 1]
+    assert len(messages(endings)) == 1
+    assert "rank 0 of 2 is in save after step 1, while rank 1 is in step 2. Every rank must" in messages(endings)[0]
