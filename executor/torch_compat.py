@@ -111,7 +111,9 @@ def data_parallel(
     forward_sync_buffers.
     """
     wrap: Any = DistributedDataParallel
-    wrap._set_params_and_buffers_to_ignore_for_model(module, list(unread))
+    names = list(unread)
+    # What its reducer is made from names a parameter after its module and a dot, one of the model itself ".scale".
+    wrap._set_params_and_buffers_to_ignore_for_model(module, [*names, *(f".{n}" for n in names if "." not in n)])
     renamed = "forward_sync_buffers" in inspect.signature(wrap.__init__).parameters
     replicas: DistributedDataParallel = wrap(
         module,

@@ -68,6 +68,21 @@ class Averaging(nn.Module):
         return out
 
 
+class ReadsWithoutGradient(nn.Module):
+    """Trains no parameter of its own, nor the first layer: both are read under no_grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.randn(WIDTH))
+        self.first, self.second, self.third = _linear(), _linear(), _linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = self.first(x + self.offset)
+        out: torch.Tensor = self.third(torch.tanh(self.second(x)))
+        return out
+
+
 class Remembering(nn.Module):
     """Adds what it computed of the batch before, which it keeps in a queue."""
 
@@ -530,6 +545,7 @@ HABITS: dict[str, Any] = {
     "mixes": habit(Mixes, loss=None),
     "compiled": habit(_compiled),
     "looks at itself": habit(LooksAtItself),
+    "reads without gradient": habit(ReadsWithoutGradient),
     "lazy": habit(lambda: nn.Sequential(nn.LazyLinear(WIDTH), nn.ReLU(), nn.LazyLinear(WIDTH))),
     "orthogonal": habit(lambda: nn.Sequential(orthogonal(_linear()), nn.ReLU(), _linear())),
     "spectral norm": habit(lambda: nn.Sequential(spectral_norm(_linear()), nn.ReLU(), spectral_norm(_linear()))),
@@ -564,7 +580,7 @@ HABITS: dict[str, Any] = {
 }
 
 FIRST = {
-    **dict.fromkeys(("averaging", "crops"), 0),
+    **dict.fromkeys(("averaging", "crops", "reads without gradient"), 0),
     **dict.fromkeys(("hooked", "writes across", "twice, written into"), 1),
     "backbone": 1,
     "named": 2,
