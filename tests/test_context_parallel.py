@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.executor.parallel import attention_kernels
@@ -21,6 +23,8 @@ from meshwright.planner.plan.legality import can_recompute, context_rule
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.trace import trace
 from meshwright.profiler.semantics.token_marks import Held, num_tokens, taken
 from support import slow
 from support.ranks import PATIENCE_S, run_ranks
@@ -281,6 +285,31 @@ def test_a_profile_says_what_would_mix_tokens(name: str, problem: str) -> None:
 
     assert found.context_problem.startswith(problem)
     assert bool(found.context_problem) == bool(problem)
+
+
+class Repeating(nn.Module):
+    """Words, of which a layer is repeated in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.words, self.layer, self.reentrant = nn.Embedding(8, 4), nn.Linear(4, 8), reentrant
+
+    def forward(self, words: torch.Tensor) -> Any:
+        return checkpoint(self.layer, self.words(words), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_reentrant_checkpoints_keep_sequences_whole(reentrant: bool) -> None:
+    def loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output.flatten(0, 1), batch.flatten())
+
+    def batch(size: int, seq_len: int = 16) -> torch.Tensor:
+        return torch.randint(8, (size, seq_len))
+
+    found = trace(load_model(lambda: Repeating(reentrant), batch=batch, loss=loss)).context_problem
+
+    assert found.startswith("a reentrant checkpoint repeats a forward in backward") == reentrant
+    assert bool(found) == reentrant
 
 
 @pytest.mark.slow

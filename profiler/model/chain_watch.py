@@ -152,8 +152,6 @@ class Inputs:
         """Places of what a forward leaves behind and the next one reads."""
         self.repeats: list[tuple[int, int]] = []
         """(first, last) event of each forward that the model has its backward repeat."""
-        self.reentrant = False
-        """Whether it does so by reentrant checkpoints."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:

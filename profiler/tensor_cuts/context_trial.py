@@ -7,12 +7,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ..model.fake import FakeModel
 from ..model.model_profile import LayerProfile
 from ..semantics.token_marks import Held, mark_of, own_shape, set_mark
-from ..semantics.token_slices import TokenSlices, run_token_by_token
+from ..semantics.token_slices import MixedTokensError, TokenSlices, run_token_by_token
 
 _RANKS = 2
 
@@ -41,6 +42,7 @@ def context_problem(fake: FakeModel, banks: Iterable[str], layers: Iterable[Laye
                     module = fake.module.get_submodule(layer.root)
                     once = partial(_run_once, module.forward, known, layer.layer_class)
                     stack.enter_context(patch.object(module, "forward", once))
+            stack.enter_context(patch.object(checkpoint.CheckpointFunction, "apply", _repeat_unmarked))
             stack.enter_context(fake.running())
             stack.enter_context(tokens)
             loss = fake.loss(batch)
@@ -49,6 +51,14 @@ def context_problem(fake: FakeModel, banks: Iterable[str], layers: Iterable[Laye
     if not tokens.started:
         return "no ids of its sequence are looked up in a table, and no features of it meet a weight"
     return "its loss is not a mean over tokens" if isinstance(mark_of(loss), Held) else ""
+
+
+def _repeat_unmarked(*args: Any) -> None:
+    """Raise MixedTokensError: its backward gives the forward that it repeats new tensors, without marks."""
+    raise MixedTokensError(
+        "a reentrant checkpoint repeats a forward in backward, where it is not known which tokens are here "
+        "(checkpoint(..., use_reentrant=False) is followed)"
+    )
 
 
 def _run_once(
