@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.abuse import outcomes
 from benchmarks.abuse.generate import Tree, loaded
@@ -177,6 +178,32 @@ def test_a_layer_with_hooks_on_its_gradients_is_under_no_zero_bubble_schedule() 
 
     assert "register_hook" in str(zero_bubble_rule(profiled("linear", "hooked gradient"), training))
     assert zero_bubble_rule(profiled("linear", "mlp"), training) is None
+
+
+class RepeatsInside(nn.Module):
+    """A layer that has its backward repeat what is in it."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = nn.Linear(8, 8), reentrant
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_with_reentrant_checkpoints_in_it_is_under_no_zero_bubble_schedule(reentrant: bool) -> None:
+    training = TrainingSpec(global_batch=16, seq_len=None, precision="fp32")
+
+    profile = trace(
+        load_model(
+            lambda: nn.Sequential(nn.Linear(8, 8), RepeatsInside(reentrant), nn.Linear(8, 8)),
+            batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
+            loss=lambda output, batch: (output - batch[1]).square().mean(),
+        )
+    )
+
+    assert ("use_reentrant=False" in str(zero_bubble_rule(profile, training))) == reentrant
 
 
 def test_what_a_module_with_backward_hooks_returns_crosses_no_cut() -> None:

@@ -288,6 +288,11 @@ def zero_bubble_rule(profile: ModelProfile, training: TrainingSpec) -> str | Non
     through a stage twice, once for its input and once for its weights."""
     if profile.hooks_gradients:
         return "zero-bubble schedules would call a layer's hooks on gradients (register_hook) twice"
+    if profile.repeats_reentrantly:
+        return (
+            "zero-bubble schedules do a backward in two parts, which torch's reentrant checkpoints, that the model "
+            "calls, refuse (checkpoint(..., use_reentrant=False) does not)"
+        )
     if training.is_mixed and shares_weights(profile):
         return "zero-bubble schedules run layers that share weights in fp32 only"
     return None

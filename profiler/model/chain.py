@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import stateless
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..semantics.draws import dice
 from ..semantics.producers import Producers, is_wrapped
@@ -93,6 +94,8 @@ class LayerChain:
     """Why fully_shard cannot take its modules."""
     hooks_gradients: bool = False
     """Whether layers put hooks on gradients that they compute."""
+    repeats_reentrantly: bool = False
+    """Whether the model repeats forwards by reentrant checkpoints."""
     written: frozenset[str] = frozenset()
     """Parameters that the forward writes into, through .data too."""
     read_again: tuple[str, ...] = ()
@@ -179,7 +182,8 @@ def _observe(
             watch.from_batch = {
                 watch.storages.number(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)
             }
-            with watch, watch.producers, grads, swaps, _noting_hooks(watch), watch.noting_repeated():
+            repeats = patch.object(CheckpointFunction, "apply", _noting_reentrant(CheckpointFunction.apply, watch))
+            with watch, watch.producers, grads, swaps, repeats, _noting_hooks(watch), watch.noting_repeated():
                 loss = fake.loss(batch, before_loss=watch.start_loss, note_left=True)
                 _check_loss(fake, watch)
             own = _trained_by_loss(fake, watch, batch, loss) if fake.loaded.loss is not None else ()
@@ -278,6 +282,16 @@ def _noting_swaps(call: Callable[..., Any], watch: ChainWatch) -> Callable[..., 
     def noted(*args: Any, **kwargs: Any) -> Any:
         watch.inputs.swaps = True
         return call(*args, **kwargs)
+
+    return noted
+
+
+def _noting_reentrant(apply: Callable[..., Any], watch: ChainWatch) -> Callable[..., Any]:
+    """What a reentrant checkpoint calls, noted as an act of the model."""
+
+    def noted(*args: Any) -> Any:
+        watch.inputs.reentrant = True
+        return apply(*args)
 
     return noted
 
@@ -446,7 +460,7 @@ def _build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain
     problem = _sharding_problem(fake, watch, layers)
     chain = LayerChain(units, layers, crossings, graph, (), watch.shapes, tuple(notes), problem)
     chain = replace(chain, hooks_gradients=watch.inputs.hooks_inside, read_again=tuple(watch.inputs.read_again))
-    chain = replace(chain, written=frozenset(watch.written()))
+    chain = replace(chain, written=frozenset(watch.written()), repeats_reentrantly=watch.inputs.reentrant)
     parameters = dict(root.named_parameters(remove_duplicate=False))
     signatures = tuple(_signature(root, parameters, events, chain, index) for index in range(len(layers)))
     return replace(chain, signatures=signatures)

@@ -152,6 +152,8 @@ class Inputs:
         """Places of what a forward leaves behind and the next one reads."""
         self.repeats: list[tuple[int, int]] = []
         """(first, last) event of each forward that the model has its backward repeat."""
+        self.reentrant = False
+        """Whether it has its backward repeat one by a reentrant checkpoint."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -414,6 +414,9 @@ class ModelProfile(Document):
     )
     sharding_problem: str = Field(default="", description="why fully_shard cannot take its modules")
     hooks_gradients: bool = Field(default=False, description="layers put hooks on gradients that they compute")
+    repeats_reentrantly: bool = Field(
+        default=False, description="it repeats forwards by reentrant checkpoints, whose backward is done in one part"
+    )
     batch_problem: str = Field(
         default="", description="why a batch cannot be cut into micro-batches: what in it counts rows of all samples"
     )
@@ -574,6 +577,7 @@ def fingerprint_of(profile: ModelProfile) -> str:
         "batch_problem",
         "sharding_problem",
         "hooks_gradients",
+        "repeats_reentrantly",
         "assumes",
         "untrained",
         "told",

@@ -284,6 +284,7 @@ def _profile_at(
         batch_problem=list_of_samples(loaded) or batch_problem(batch),
         sharding_problem=chain.sharding_problem,
         hooks_gradients=chain.hooks_gradients,
+        repeats_reentrantly=chain.repeats_reentrantly,
         untrained=_untrained(fake),
         returns_loss=loaded.loss is None,
         attention_modules=_attention_modules(chain, found),
