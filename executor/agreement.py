@@ -121,6 +121,15 @@ def _exchanged(model: AppliedModel, dtypes: Mapping[str, torch.dtype]) -> str:
 def _hooked(mesh: RankMesh, model: AppliedModel, hooks: Mapping[str, int]) -> str:
     """What was hooked to gradients since parallelize and is never called; "" if nothing. Warns, on the first rank,
     where it is called with a part of the gradient."""
+    speaks = mesh.rank == 0 and mesh.plan.degrees.num_devices * mesh.plan.num_microbatches > 1
+    late = next((name for name, p in model.parameters.items() if p._post_accumulate_grad_hooks), None)
+    if late is not None and speaks:
+        _log.warning(
+            "%s was given a hook for when its gradient has been added up (register_post_accumulate_grad_hook) after "
+            "parallelize, which is called after each micro-batch with what this rank has of the gradient: change "
+            "gradients between forward_backward() and optimizer_step(), or read them after step()",
+            late,
+        )
     name = next((name for name, p in model.parameters.items() if len(gradient_hooks(p)) > hooks[name]), None)
     if name is None:
         return ""
@@ -128,7 +137,7 @@ def _hooked(mesh: RankMesh, model: AppliedModel, hooks: Mapping[str, int]) -> st
         return (
             f"{name} was given a hook (register_hook) after parallelize, which sharded gradients never call: {_WAY_OUT}"
         )
-    if mesh.rank == 0 and mesh.plan.degrees.num_devices * mesh.plan.num_microbatches > 1:
+    if speaks:
         _log.warning(
             "%s was given a hook (register_hook) after parallelize, which is called with the gradient of one "
             "micro-batch of one rank: if it changes gradients, %s",

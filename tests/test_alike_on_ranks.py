@@ -136,6 +136,13 @@ def own_weights(plan: str) -> None:
     model.load_state_dict(model.state_dict())
 
 
+def hooked_late(plan: str) -> None:
+    trainer = trainer_of(plan)
+    for parameter in trainer.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: None)
+    trainer.step(next(trainer.loader(samples)))
+
+
 def hooked(plan: str) -> None:
     trainer = trainer_of(plan)
     for parameter in trainer.model.parameters():
@@ -272,11 +279,20 @@ def test_a_sum_over_samples_is_told_once(caplog: pytest.LogCaptureFixture) -> No
     assert sum("twice the loss" in record.message for record in caplog.records) == 1
 
 
-def test_a_hook_that_is_given_a_part_of_a_gradient_is_told(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (hooked, "with the gradient of one micro-batch of one rank"),
+        (hooked_late, "after each micro-batch with what this rank has of the gradient"),
+    ],
+)
+def test_a_hook_that_is_given_a_part_of_a_gradient_is_told(
+    act: Act, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, logger="meshwright"):
-        hooked("one")
+        act("one")
 
-    assert any("with the gradient of one micro-batch of one rank" in record.message for record in caplog.records)
+    assert any(words in record.message for record in caplog.records)
 
 
 def test_loaders_that_give_nothing_are_told() -> None:
