@@ -1,6 +1,8 @@
 """Runs a step's micro-batches through the pipeline stages of this rank, in the order of the plan's schedule."""
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -94,7 +96,8 @@ class PipelineRunner:
             self._schedules[key] = self._make_schedule(count)
         last = next((stage for stage in self._stages if stage.is_last), None)
         try:
-            self._schedules[key].step(target=None if last is None else torch.zeros(count), return_outputs=False)
+            with _without_its_table():
+                self._schedules[key].step(target=None if last is None else torch.zeros(count), return_outputs=False)
         except RuntimeError as error:
             if self._splits and nn.modules.module._has_any_global_hook():
                 raise ValueError(
@@ -184,6 +187,21 @@ class PipelineRunner:
     def _after_weights(self, stage: StageModule, last: bool) -> None:
         """And which would reduce gradients."""
         _reduce(stage, last, self._plan.gradient_sync == "every")
+
+
+@contextmanager
+def _without_its_table() -> Iterator[None]:
+    """While it lasts torch prints no table of the schedule for an error, which it raises all the same."""
+    log = logging.getLogger("torch.distributed.pipelining.schedules")
+    log.addFilter(_below_error)
+    try:
+        yield
+    finally:
+        log.removeFilter(_below_error)
+
+
+def _below_error(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR
 
 
 def _reduce(stage: StageModule, last: bool, every: bool = False) -> None:
