@@ -233,6 +233,40 @@ def test_a_linear_layer_that_returns_several_tensors_is_left_whole() -> None:
     assert [(cut.columns, cut.rows) for cut in trace(loaded).classes[0].cuts] == [(("up",), ("down",))]
 
 
+class _Scaled(_Pair):
+    """A factor that is trained lies in between."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.relu)
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x) * self.factor)
+
+
+class _Holder(nn.Module):
+    """Layers of which the second holds the same module as the first, as Zamba2's do."""
+
+    def __init__(self, scaled: nn.Module, width: int) -> None:
+        super().__init__()
+        self.own = nn.Linear(8, width)
+        self.scaled = scaled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(x) + self.own(x).sum(-1, keepdim=True)
+
+
+def test_what_lies_between_has_the_name_of_the_layer_that_reads_it() -> None:
+    scaled = _Scaled()
+    model = nn.Sequential(_Holder(scaled, 3), _Holder(scaled, 5), nn.Flatten())
+    loaded = load_model(model, batch=lambda size: torch.ones(size, 4, 8), loss=lambda output, batch: output.sum())
+
+    profile = trace(loaded)
+
+    cuts = [cut for layer in profile.layers[:2] for cut in profile.classes[layer.layer_class].cuts]
+    assert [(cut.columns, cut.partial) for cut in cuts] == [(("scaled.up",), ("scaled.factor",))] * 2
+
+
 def test_features_that_no_degree_divides_are_not_cut() -> None:
     assert _cuts_between(functional.gelu, width=31) == ()
 

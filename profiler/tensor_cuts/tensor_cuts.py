@@ -276,8 +276,12 @@ class _Probe:
     ) -> tuple[str, ...]:
         """Trained parameters that are joined with what differs between ranks before the rows, by themselves or cast."""
         differs = cut_storages(flow, between) - set(flow.parameters)
-        prefix = self.layer.root + "." if self.layer.root else ""
-        known = {number: {name.removeprefix(prefix)} for number, name in flow.parameters.items()}
+        named, own = dict(self.fake.module.named_parameters()), self._own()
+        names: dict[int, set[str]] = defaultdict(set)
+        for name, parameter in own.items():
+            names[id(parameter)].add(name)
+        # Those of the flow are the first names: of a module that several layers hold, those of the first of them.
+        known = {number: set(names[id(named[name])]) for number, name in flow.parameters.items()}
         found: set[str] = set()
         for op in flow.ops:
             read = {view.storage for view in op.inputs}
@@ -286,8 +290,13 @@ class _Probe:
             elif read and read <= set(known):
                 for storage in made_by(op):
                     known.setdefault(storage, set()).update(*(known[s] for s in read))
+        return tuple(sorted(n for n in found - set(sharded) if own[n].requires_grad))
+
+    def _own(self) -> dict[str, nn.Parameter]:
+        """Parameters of the layer, by the names that it has for them."""
         named = dict(self.fake.module.named_parameters(remove_duplicate=False))
-        return tuple(sorted(n for n in found - set(sharded) if named[prefix + n].requires_grad))
+        prefix = self.layer.root + "." if self.layer.root else ""
+        return {name.removeprefix(prefix): named[name] for name in self.layer.parameters}
 
     def sharded(self, name: str, dim: int, bias: bool) -> dict[str, int]:
         """Parameters of a cut module (and other names of the same ones in this layer) with the dim that is cut."""
@@ -295,9 +304,7 @@ class _Probe:
         cut = {id(module.weight): dim}
         if bias and getattr(module, "bias", None) is not None:
             cut[id(module.bias)] = 0
-        named = dict(self.fake.module.named_parameters(remove_duplicate=False))
-        prefix = self.layer.root + "." if self.layer.root else ""
-        return {n.removeprefix(prefix): cut[id(named[n])] for n in self.layer.parameters if id(named[n]) in cut}
+        return {name: cut[id(parameter)] for name, parameter in self._own().items() if id(parameter) in cut}
 
     def _try_with_attributes(self, cut: TensorCut) -> TensorCut | str:
         """The cut with the fewest attributes that must be divided for the layer to run; or why it does not run."""
