@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..planner.plan.document import Plan
+from ..profiler.model.building import in_evaluation
 from ..profiler.semantics.logit_shards import LogitShards
 from ..profiler.semantics.token_marks import Held, Share, mark_of
 from .apply import AppliedModel, Loss
@@ -29,17 +30,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """While it lasts the model is in evaluation mode, and no gradients are kept; then modes are as they were. Torch's
     fast path of nn.TransformerEncoder is off: it hands nested tensors from layer to layer, which nothing sends, and
     reads weights past the layers that gather them."""
-    modes = [(module, module.training) for module in model.modules()]
     was_fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    model.eval()
     try:
-        with torch.no_grad():
+        with in_evaluation(model), torch.no_grad():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(was_fast)
-        for module, training in modes:
-            module.training = training
 
 
 @contextmanager

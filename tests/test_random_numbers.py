@@ -126,6 +126,17 @@ def _help(x: torch.Tensor, training: bool) -> torch.Tensor:
     return torch.dropout(x, 0.3, training)
 
 
+class WritingNet(CallingNet):
+    """Writes into what is dropped out of: in evaluation that is what the layer before has returned."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.dropped(self.tokens(tokens))
+        x *= 0.5
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
 class LateNet(CallingNet):
     """Does not drop in its first step."""
 
@@ -149,7 +160,8 @@ class Undropped(nn.Module):
 
 
 MODELS: dict[str, type[nn.Module]] = {
-    "drop": DropNet, "fused": FusedDropNet, "calls": CallingNet, "imports": ImportingNet, "is helped": HelpedNet
+    "drop": DropNet, "fused": FusedDropNet, "calls": CallingNet, "imports": ImportingNet, "is helped": HelpedNet,
+    "writes": WritingNet
 }  # fmt: skip
 
 
@@ -179,6 +191,7 @@ CASES = {
     "called, zb-v": Case("calls", stages=(1, 1, 1, 1), virtual=2, num_microbatches=4, more={"schedule": "zb-v"}),
     "imported, zero-3": Case("imports", shard=2, reshard=True),
     "in a helper, in stages": Case("is helped", stages=(2, 2)),
+    "written into, in stages": Case("writes", stages=(2, 2)),
     "context 2": Case("fused", more={"context": 2}),
     "context 2 x tensor 2 + sequence": Case("fused", tensor=2, more={"context": 2, "sequence": True}),
 }  # fmt: skip

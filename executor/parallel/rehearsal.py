@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from torch.utils.hooks import RemovableHandle
 
 from ...planner.plan.document import Plan
-from ...profiler.model.building import replace_tensors
+from ...profiler.model.building import in_evaluation, replace_tensors
 from ...profiler.model.fake_modes import fake_mode
 from ...profiler.model.forward_state import version_of
 from ...profiler.model.known_numbers import MOST_KNOWN, knowing_numbers, known
@@ -85,8 +85,9 @@ class Stub:
 class Rehearsal:
     """One forward of the whole model on fake tensors: what layer modules return, and what crosses the cuts.
 
-    The stages of a rank may share one: it runs once for inputs of the same shapes. is_own: the model is for it alone;
-    else it makes a copy, whose hooks write into the original if they are closures over it.
+    The stages of a rank may share one: it runs once for inputs of the same shapes in training, and once in evaluation,
+    where a dropout hands on what it is given, and what writes into its result writes into a layer's output. is_own: the
+    model is for it alone; else it makes a copy, whose hooks write into the original if they are closures over it.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, is_own: bool = False) -> None:
@@ -110,16 +111,17 @@ class Rehearsal:
         autocast: AbstractContextManager[Any],
         bf16_layers: bool,
         context: ContextParallel | None,
+        training: bool = True,
     ) -> tuple[dict[tuple[str, int], Stub], dict[Producer, Like], bool]:
         """(stubs by module and call, tensors that any cut crosses, whether the model writes into its batch).
 
         bf16_layers: as under fully_shard's mixed precision, parameters and what enters a layer module are bfloat16.
-        context: what this rank holds of the sequences, if not all.
+        context: what this rank holds of the sequences, if not all. training: else in evaluation mode.
         """
-        key = tuple(shapes_in(micro_batch))
+        key = (training, *shapes_in(micro_batch))
         if key in self._found:
             return self._found[key]
-        with out_of_sight():
+        with out_of_sight(), nullcontext() if training else in_evaluation(self._model):
             try:
                 with _without_log("torch._subclasses.fake_tensor"):
                     seen = self._deciding(micro_batch, device, autocast, bf16_layers, context)

@@ -73,6 +73,7 @@ class StageModule(nn.Module):
         self._sent: tuple[torch.Tensor, ...] = ()
         self._writes_batch = False
         self._shapes: list[torch.Size] | None = None
+        self._rehearsed: tuple[list[torch.Size], bool] | None = None
         self._calls: Counter[str] = Counter()
         self._queue: deque[MicroBatch] = deque()
         self._received: tuple[torch.Tensor, ...] = ()
@@ -98,14 +99,14 @@ class StageModule(nn.Module):
             self._placeholders.move(device)
         elif self._context is not None and shapes != self._shapes:
             raise self._context.other_length()
-        if shapes != self._shapes:
+        if (shapes, self.training) != self._rehearsed:
             crossing = {tensor.producer for tensor in (*self.incoming, *self.outgoing)}
             self._stubs, tensors, self._writes_batch = self._rehearsal.run(
-                micro_batches[0], device, self._autocast, self._bf16_layers, self._context
+                micro_batches[0], device, self._autocast, self._bf16_layers, self._context, self.training
             )
             self._tensors = {producer: like for producer, like in tensors.items() if producer in crossing}
             self._sent = tuple(self.on_wire(crossing) for crossing in self.outgoing)
-            self._shapes = shapes
+            self._shapes, self._rehearsed = shapes, (shapes, self.training)
         if self._writes_batch:
             self._queue = deque(own_copy(micro_batch) for micro_batch in micro_batches)
 

@@ -49,6 +49,18 @@ def in_training(module: nn.Module) -> nn.Module:
     return module
 
 
+@contextmanager
+def in_evaluation(module: nn.Module) -> Iterator[None]:
+    """While it lasts the module is in evaluation mode; then modes are as they were."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
 def _asks_for_numbers(error: BaseException) -> bool:
     return "meta" in str(error).lower()
 
