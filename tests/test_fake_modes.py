@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.profiler.model.fake_modes import LeanFakeMode
+from meshwright.profiler.model.fake_modes import LeanFakeMode, fake_mode
 
 OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pointwise": lambda x: x * 2,
@@ -49,6 +49,20 @@ def test_answers_twice_what_torch_answers(name: str) -> None:
         told += [(_told(y), y.untyped_storage()._cdata == x.untyped_storage()._cdata) for y in made]
 
     assert all(each == told[0] for each in told)
+
+
+def test_ctc_is_not_asked_for_the_length_of_its_targets() -> None:
+    with fake_mode():
+        made = torch.nn.functional.ctc_loss(
+            torch.empty(6, 2, 5, requires_grad=True),
+            torch.empty(2, 3, dtype=torch.long),
+            torch.empty(2, dtype=torch.long),
+            torch.empty(2, dtype=torch.long),
+            reduction="none",
+        )
+
+    assert made.shape == (2,)
+    assert made.requires_grad
 
 
 def test_asks_torch_once_for_each_operator() -> None:

@@ -27,7 +27,35 @@ def begin_autograd() -> None:
 def fake_mode() -> FakeTensorMode:
     """torch's mode for fake tensors, beside which real ones may be used."""
     begin_autograd()
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _FakeMode(allow_non_fake_inputs=True)
+
+
+class _FakeMode(FakeTensorMode):
+    """Torch's mode, which would ask for the numbers of the longest target before it says how large what CTC keeps is:
+    here that is as large as for targets of all their letters."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in CTC:
+            with self:
+                return ctc_like(args[0], args[1])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
+
+
+def ctc_like(log_probabilities: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What CTC returns and keeps: a loss for each sample, and a number for each frame and each place of its target,
+    blanks between."""
+    rows, samples, _ = log_probabilities.shape
+    kept = log_probabilities.new_empty(samples, rows, 2 * targets.shape[-1] + 1)
+    return log_probabilities.new_empty(samples), kept
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ..semantics.distributions import unvalidated
-from .fake_modes import LeanFakeMode
+from .fake_modes import CTC, LeanFakeMode, ctc_like
 from .repeated_forwards import repeating_under
 
 _attention = functional.scaled_dot_product_attention
@@ -260,9 +260,8 @@ class _Results(Mode):
         if func in _BATCH_NORMS and args[0].numel() == args[0].shape[1]:
             given = args[0]
             return given.new_empty(given.shape), given.new_empty(given.shape[1]), given.new_empty(given.shape[1])
-        if func in _CTC and isinstance(args[0], FakeTensor):
-            rows, samples, _ = args[0].shape
-            return args[0].new_empty(samples), args[0].new_empty(samples, rows, 2 * args[1].shape[-1] + 1)
+        if func in CTC and isinstance(args[0], FakeTensor):
+            return ctc_like(args[0], args[1])
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.mkldnn_rnn_layer.default and isinstance(args[0], FakeTensor):
             output, hidden, cell, _ = out
@@ -288,14 +287,12 @@ _LOSSES_WITH_TERMS = (
     torch.ops.aten.soft_margin_loss.default,
 )
 
-_CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
-
 _BATCH_NORMS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten._native_batch_norm_legit.default)
 
 _CHANGED = frozenset(
     {
         *_LOSSES_WITH_TERMS,
-        *_CTC,
+        *CTC,
         *_BATCH_NORMS,
         torch.ops.aten.mkldnn_rnn_layer.default,
         torch.ops.aten._embedding_bag.default,
