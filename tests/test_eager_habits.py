@@ -954,6 +954,15 @@ def test_a_train_of_its_own_is_called_and_what_is_frozen_stays_so() -> None:
     assert in_training(nn.Linear(1, 1).eval()).training
 
 
+def test_a_loss_that_adds_up_its_samples_is_told_from_one_that_couples_them() -> None:
+    def added(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return functional.mse_loss(output, batch[1], reduction="sum")
+
+    said = trace(habit(lambda: nn.Sequential(_linear(), nn.Tanh(), _linear()), loss=added)).coupling
+
+    assert "is the sum of its halves' and not their mean; let the loss be a mean over samples" in said
+
+
 def test_a_mean_over_the_batch_couples() -> None:
     class Centred(nn.Module):
         def __init__(self) -> None:

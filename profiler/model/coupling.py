@@ -171,6 +171,13 @@ def _between(runs: "list[_RealRun]", shares: list[float], in_proportion: bool) -
             "weight(batch) in the model file, how much counts, makes up for that"
         )
         return Coupling(words, difference >= _MUCH, weighs=True)
+    added = sum(run.loss for run in runs[1:])
+    if difference >= _MUCH and abs(whole - added) < _ROUNDING * abs(whole):
+        words = (
+            f"the loss of {SAMPLES} samples, {whole:.5g}, is the sum of its halves' and not their mean; let the loss "
+            'be a mean over samples, as reduction="mean" makes it'
+        )
+        return Coupling(words, much=True)
     if difference >= _MUCH:
         return Coupling(by_loss, much=True)
     has_own = any(run.has_own_backward for run in runs)
