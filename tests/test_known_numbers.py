@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from meshwright.profiler.model.chain import observe  # noqa: E402
 from meshwright.profiler.model.fake import fake_model  # noqa: E402
-from meshwright.profiler.model.fake_modes import LeanFakeMode  # noqa: E402
+from meshwright.profiler.model.fake_modes import LeanFakeMode, fake_mode  # noqa: E402
 from meshwright.profiler.model.gpu_kernel_emulation import Mode  # noqa: E402
 from meshwright.profiler.model.known_numbers import knowing_numbers, known  # noqa: E402
 from meshwright.profiler.model.layer_run import LayerRun  # noqa: E402
@@ -401,3 +401,16 @@ def test_a_layer_that_is_not_met_again_is_refused() -> None:
 
     with fake.running(), pytest.raises(ValueError, match="so 1 was not found again"):
         LayerRun(fake, other, 1, chain.shapes, 2, None).run()
+
+
+@pytest.mark.parametrize("make", [LeanFakeMode, fake_mode])
+def test_what_is_looked_up_at_unknown_places_is_not_known(make: Callable[[], FakeTensorMode]) -> None:
+    mode, real = make(), torch.arange(12).view(6, 2)
+    with knowing_numbers(mode):
+        rows = known(mode, real)
+        drawn = torch.multinomial(torch.ones(6), 4)
+
+        assert rows[torch.arange(4)].constant is not None
+        assert rows[drawn].constant is None
+        assert rows.index_select(0, drawn).constant is None
+        assert rows.gather(0, drawn[:, None]).constant is None

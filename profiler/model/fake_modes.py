@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, _BypassDispatchCache
+from torch.utils._pytree import tree_leaves
 
 
 @cache
@@ -31,26 +32,34 @@ def fake_mode() -> FakeTensorMode:
 
 
 class _FakeMode(FakeTensorMode):
-    """Torch's mode, which would ask for the numbers of the longest target before it says how large what CTC keeps is:
-    here that is as large as for targets of all their letters."""
+    """Torch's mode, but for two answers of its own.
+
+    It would ask for the numbers of the longest target before it says how large what CTC keeps is: here that is as large
+    as for targets of all their letters. And looked up in a tensor whose numbers are known by indices that are not, it
+    would give for known what stood in the memory that it took for the result.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func in CTC:
+    def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """What an operator returns; with numbers only if all that it is given has some."""
+        if func in _CTC:
             with self:
-                return ctc_like(args[0], args[1])
-        return super().__torch_dispatch__(func, types, args, kwargs)
+                return _ctc_like(args[0], args[1])
+        output = super().dispatch(func, types, args, kwargs)
+        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, FakeTensor) and leaf.constant is not None]
+        if made and any(leaf.constant is None for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)):
+            for leaf in made:
+                leaf.constant = None
+        return output
 
 
-CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
+_CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 
 
-def ctc_like(log_probabilities: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _ctc_like(log_probabilities: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What CTC returns and keeps: a loss for each sample, and a number for each frame and each place of its target,
     blanks between."""
     rows, samples, _ = log_probabilities.shape
@@ -69,7 +78,7 @@ def without_log() -> Iterator[None]:
         log.disabled = was_disabled
 
 
-class LeanFakeMode(FakeTensorMode):
+class LeanFakeMode(_FakeMode):
     """A fake mode that answers by itself what torch's has answered before, and may keep.
 
     Where in its storage a tensor begins makes no difference to what is made of it, so the answer for one part of a
@@ -85,10 +94,6 @@ class LeanFakeMode(FakeTensorMode):
         self._attributes: dict[torch.device | None, dict[str, Any]] = {}
         self.computed: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] = _not_computed
         """What an operator returns by the numbers of its tensors, where these are known (known_numbers.py)."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What an operator returns, as it did before; NotImplemented where torch has to be asked."""

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ..semantics.distributions import unvalidated
-from .fake_modes import CTC, LeanFakeMode, ctc_like
+from .fake_modes import LeanFakeMode
 from .repeated_forwards import repeating_under
 
 _attention = functional.scaled_dot_product_attention
@@ -244,9 +244,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 class _Results(Mode):
     """What fake kernels return otherwise: the workspace of a fused LSTM has no bytes, a batch norm over one value
-    (which the model will not see when it trains) divides by zero, bags of embeddings are noted as on a CPU, some losses
-    are new scalars, where real ones are what is left of the memory of all their terms, and CTC of targets of [samples,
-    letters] has none (what it keeps is as long as the longest)."""
+    (which the model will not see when it trains) divides by zero, bags of embeddings are noted as on a CPU, and some
+    losses are new scalars, where real ones are what is left of the memory of all their terms."""
 
     def changes(self, func: Any) -> bool:
         """Only these."""
@@ -260,8 +259,6 @@ class _Results(Mode):
         if func in _BATCH_NORMS and args[0].numel() == args[0].shape[1]:
             given = args[0]
             return given.new_empty(given.shape), given.new_empty(given.shape[1]), given.new_empty(given.shape[1])
-        if func in CTC and isinstance(args[0], FakeTensor):
-            return ctc_like(args[0], args[1])
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.mkldnn_rnn_layer.default and isinstance(args[0], FakeTensor):
             output, hidden, cell, _ = out
@@ -292,7 +289,6 @@ _BATCH_NORMS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten._native
 _CHANGED = frozenset(
     {
         *_LOSSES_WITH_TERMS,
-        *CTC,
         *_BATCH_NORMS,
         torch.ops.aten.mkldnn_rnn_layer.default,
         torch.ops.aten._embedding_bag.default,
