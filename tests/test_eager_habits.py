@@ -23,7 +23,7 @@ from meshwright.executor.parallel.micro_batches import split_micro_batches
 from meshwright.executor.reporting import terminal
 from meshwright.planner.answers.blame import blamed
 from meshwright.planner.plan.document import Plan
-from meshwright.planner.plan.legality import micro_batch_rule, sharding_rule
+from meshwright.planner.plan.legality import legal_cuts, micro_batch_rule, sharding_rule
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
@@ -975,6 +975,38 @@ def test_a_mean_over_the_batch_couples() -> None:
             return out
 
     assert "the loss of 4 samples is" in trace(habit(Centred)).coupling
+
+
+class Guided(nn.Module):
+    """Forgets some of its labels as it trains, for guidance without a classifier; all blocks read what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels, self.given = nn.Embedding(11, WIDTH), _linear()
+        self.blocks = nn.ModuleList(nn.Sequential(_linear(), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.given(x)
+        if self.training:
+            labels = torch.where(torch.rand(labels.shape, device=labels.device) < 0.1, 10, labels)
+        guide = self.labels(labels) + 0.5
+        for block in self.blocks:
+            x = x + block(x + guide)
+        return x
+
+
+GUIDED = habit(Guided, batch=lambda size: (torch.randn(size, WIDTH), torch.randint(10, (size,)), *pairs(size)[1:]))
+
+
+def test_what_runs_in_training_alone_miscounts_no_other_function() -> None:
+    profile = trace(GUIDED)
+
+    assert legal_cuts(profile)[-3:] == [len(profile.layers) - left for left in (3, 2, 1)]
+
+
+@pytest.mark.slow
+def test_stages_may_part_the_layers_behind_what_runs_in_training_alone() -> None:
+    assert run(GUIDED, ranks=4, pipeline=4).ok
 
 
 def test_what_counts_rows_of_all_samples_is_one_micro_batch() -> None:

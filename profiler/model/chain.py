@@ -417,19 +417,24 @@ def unlike_crossings(fake: FakeModel, chain: LayerChain, size: int) -> tuple[str
 
 
 def _unlike(fake: FakeModel, chain: LayerChain, batch: Batch) -> list[tuple[Crossing, TensorSpec | None]]:
-    """The crossing tensors that are of another shape in a run of that batch, and what they are there. Once another
-    function runs between layers than before, the how-manieth of its kind says no more which tensor is meant."""
+    """The crossing tensors that are of another shape in a run of that batch, and what they are there. Once a function
+    runs more often, or less, between two layers than before, the how-manieth it is says no more which tensor is meant.
+    """
     try:
         shapes = run_first_of_each_class(fake, chain, batch).tensors
     except (ValueError, DecidesByValuesError):  # it goes another way, of which nothing is known
         return []
-    before = list(chain.shapes.tensors)
-    same = next(
-        (i for i, (a, b) in enumerate(zip(before, shapes, strict=False)) if a != b), min(len(before), len(shapes))
-    )
-    counted = {producer for producer in before[same:] if producer.kind == "glue"}
-    found = [(c, None if c.producer in counted else shapes.get(c.producer)) for c in chain.crossings]
+    names = {crossing.producer.name for crossing in chain.crossings if crossing.producer.kind == "glue"}
+    miscounted = set[Producer]().union(*(_miscounted(name, chain.shapes.tensors, shapes) for name in names))
+    found = [(c, None if c.producer in miscounted else shapes.get(c.producer)) for c in chain.crossings]
     return [(crossing, seen) for crossing, seen in found if seen is None or seen.shape != crossing.spec.shape]
+
+
+def _miscounted(name: str, before: Iterable[Producer], after: Iterable[Producer]) -> list[Producer]:
+    """Results of a function between layers from where it does not run as often between the same layers in both runs."""
+    own, others = ([p for p in each if p.kind == "module" or p.name == name] for each in (before, after))
+    same = next((i for i, (a, b) in enumerate(zip(own, others, strict=False)) if a != b), min(len(own), len(others)))
+    return [producer for producer in own[same:] if producer.kind == "glue"]
 
 
 @contextmanager
