@@ -4,6 +4,7 @@ import re
 import warnings
 import weakref
 from collections import UserDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -724,6 +725,7 @@ def test_replicas_average_what_only_a_later_forward_reads() -> None:
         (HandsObjects, "what layers.0 returns is no tensor"),
         (ByItself, "ByItself computes with its parameters by itself"),
         (_linear, "Linear is one module without parts"),
+        (lambda: Between(), "the forward does not call layers.0, but what is inside of it"),
     ],
 )
 def test_what_cannot_be_cut_says_why(build: Any, why: str) -> None:
@@ -975,6 +977,88 @@ def test_a_mean_over_the_batch_couples() -> None:
             return out
 
     assert "the loss of 4 samples is" in trace(habit(Centred)).coupling
+
+
+def _half() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+class Holder(nn.Module):
+    """Two halves of a layer, and no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.mlp = _half(), _half()
+
+
+class Held(nn.Module):
+    """Layers that cannot run themselves: the model's forward calls what they hold."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(2))
+        self.head = _linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            for half in layer.children():
+                x = x + half(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class Parts(nn.Module):
+    """Its parts in a dict, as nanoGPT's, the blocks in a list there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = nn.ModuleList(_half() for _ in range(3))
+        self.parts = nn.ModuleDict({"first": _linear(), "blocks": blocks, "norm": nn.LayerNorm(WIDTH)})
+        self.head = _linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.parts["first"](x)
+        for block in self.parts["blocks"].children():
+            x = x + block(x)
+        out: torch.Tensor = self.head(self.parts["norm"](x))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("build", "layers"),
+    [
+        (lambda: Held(lambda: nn.ModuleList([_half(), _half()])), ["0.0", "0.1", "1.0", "1.1"]),
+        (lambda: Held(lambda: nn.ModuleDict({"a": _half(), "b": _half()})), ["0.a", "0.b", "1.a", "1.b"]),
+        (lambda: Held(Holder), ["0.mixer", "0.mlp", "1.mixer", "1.mlp"]),
+        (Parts, ["first", "blocks.0", "blocks.1", "blocks.2", "norm"]),
+    ],
+)
+def test_what_has_no_forward_is_no_layer_but_what_it_holds(build: Callable[[], nn.Module], layers: list[str]) -> None:
+    names = [layer.name for layer in trace(habit(build)).layers]
+
+    assert [name.partition(".")[2] or name for name in names] == [*layers, "head"]
+
+
+@pytest.mark.slow
+def test_a_model_in_the_manner_of_nano_gpt_trains_in_stages() -> None:
+    assert run(habit(Parts), ranks=4, pipeline=4).ok
+
+
+class Uncalled(Holder):
+    """Its forward is not what the model calls."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.mlp(self.mixer(x))
+        return out
+
+
+class Between(Held):
+    def __init__(self) -> None:
+        super().__init__(Uncalled)
+        self.first = _linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.first(x))
 
 
 class Guided(nn.Module):

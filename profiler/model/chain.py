@@ -2,7 +2,8 @@
 
 Layers follow the elements of the outermost ModuleLists, ModuleDicts and Sequentials; what runs before, between and
 after them makes a layer per gap. An element that itself holds several blocks of one type (a stage of a ResNet or Swin,
-a level of a U-Net) is opened, unless more bytes cross between its blocks than around it (the experts of a mixture).
+a level of a U-Net) is opened, unless more bytes cross between its blocks than around it (the experts of a mixture); one
+that has no forward (a ModuleList of attention and MLP, nanoGPT's ModuleDict) is in any case.
 Without any container every child with parameters is a layer. Code between layer modules ("glue") joins a neighbour,
 where the fewest bytes cross.
 """
@@ -458,7 +459,7 @@ def _build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain
     _join_hooked(root, watch, found)
     spans, notes = found.each, [*units.notes, *found.notes]
     if len(spans) == 1 and not any(note.endswith("one layer") for note in notes):
-        notes.append(_why_one(root, watch))
+        notes.append(_why_one(root, units, watch))
     crossings = _crossings(watch, spans)
     layers = _layers(root, units, watch, spans, notes)
     graph = wired(len(layers), ((c.made_by, c.used_by, c.num_bytes) for c in crossings))
@@ -471,7 +472,7 @@ def _build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain
     return replace(chain, signatures=signatures)
 
 
-def _why_one(root: nn.Module, watch: ChainWatch) -> str:
+def _why_one(root: nn.Module, units: Units, watch: ChainWatch) -> str:
     """Why a model of which nothing had to be joined is one layer all the same."""
     name = type(root).__name__
     if watch.inputs.transforms:
@@ -483,11 +484,14 @@ def _why_one(root: nn.Module, watch: ChainWatch) -> str:
         )
     if len(watch.ran) > 1:
         seen = {producer.name for producer in watch.shapes.tensors if producer.kind == "module"}
-        unseen = next((name for name in watch.ran if name not in seen), watch.ran[0])
-        return (
-            f"what {unseen} returns is no tensor, nor a tuple, list or dict with any in it, and what crosses a "
-            "cut is seen there only, so all of it is one layer"
-        )
+        unseen = next((name for name in watch.ran if name not in seen), None)
+        if unseen is not None:
+            return (
+                f"what {unseen} returns is no tensor, nor a tuple, list or dict with any in it, and what crosses a "
+                "cut is seen there only, so all of it is one layer"
+            )
+        idle = next((name for name in sorted(units.elements) if name not in watch.ran), "none of its layers")
+        return f"the forward does not call {idle}, but what is inside of it, if anything, so all of it is one layer"
     if watch.ran:
         return f"{watch.ran[0]} is the only part of {name} that runs as a module, so all of it is one layer"
     return f"{name} computes with its parameters by itself, not through modules of its own, so all of it is one layer"

@@ -38,11 +38,12 @@ def find_units(root: nn.Module, closed: frozenset[str] = frozenset()) -> Units:
     opened = {""} | {".".join(name.split(".")[:i]) for name in containers for i in range(1, name.count(".") + 2)}
     names: list[str] = []
     _collect_units(root, "", opened, names, set())
-    elements = {name for name in names if name.rpartition(".")[0] in containers}
+    elements = {name for name in names if _holder(root, name, containers) in containers}
     elements |= _repeated_types(root, [name for name in names if name not in elements])
     if len(names) < 2:
         notes = (f"{type(root).__name__} is one module without parts that could be cut, so all of it is one layer",)
-    held = tuple(name for name in sorted(opened) if name.rpartition(".")[0] in containers)
+    able = (name for name in sorted(opened) if _runs(root.get_submodule(name)))
+    held = tuple(name for name in able if _holder(root, name, containers) in containers)
     return Units(tuple(names), frozenset(elements), held, notes)
 
 
@@ -68,8 +69,7 @@ def _containers(root: nn.Module, closed: frozenset[str], fewest: int = 2) -> lis
             continue
         adapted = f"{name}." if _is_adapted(module) else None
         outer = [c for c in found if c == "" or name == c or name.startswith(c + ".")]
-        element = max(outer, key=len, default="")
-        element = ".".join(name.split(".")[: element.count(".") + 2]) if element else name.partition(".")[0]
+        element = _element(root, name, max(outer, key=len, default=""))
         if outer and element in closed:
             continue
         if outer and not (outer == [""] and _holds_blocks(module)) and not (name != element and _holds_alike(module)):
@@ -78,6 +78,15 @@ def _containers(root: nn.Module, closed: frozenset[str], fewest: int = 2) -> lis
         if _is_container(module, fewest) and not deep_mlp:
             found.append(name)
     return found
+
+
+def _element(root: nn.Module, name: str, container: str) -> str:
+    """The first module that has a forward on the way from a container to a module; the module itself if none has."""
+    parts = name.split(".")
+    count = container.count(".") + 2 if container else 1
+    while count < len(parts) and not _runs(root.get_submodule(".".join(parts[:count]))):
+        count += 1
+    return ".".join(parts[:count])
 
 
 def _holds_alike(module: nn.Module) -> bool:
@@ -112,10 +121,23 @@ def _branching(root: nn.Module) -> str:
     return name
 
 
+def _runs(module: nn.Module) -> bool:
+    """Whether it has a forward: lists and dicts of modules have none, nor have other classes that only hold some."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _holder(root: nn.Module, name: str, containers: list[str]) -> str:
+    """The module that a unit is in; of those in elements that cannot run themselves the container of these."""
+    holder = name.rpartition(".")[0]
+    while holder and holder not in containers and not _runs(root.get_submodule(holder)):
+        holder = holder.rpartition(".")[0]
+    return holder
+
+
 def _collect_units(module: nn.Module, name: str, opened: set[str], names: list[str], seen: set[int]) -> None:
     for child_name, child in _with_parameters(module):
         full = f"{name}.{child_name}" if name else child_name
-        if full in opened:
+        if full in opened or (_with_parameters(child) and not _runs(child)):
             _collect_units(child, full, opened, names, seen)
         elif isinstance(child, torch.jit.ScriptModule):
             continue  # takes no hooks: what it does is code between layers

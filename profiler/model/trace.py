@@ -351,9 +351,8 @@ def _agreeing_on_ties(fake: FakeModel, chain: LayerChain, found: dict[int, Found
             if all(len(ways[id(named[prefix + name])]) == 1 for name in cut.sharded):
                 kept.append(cut)
             else:
-                notes.append(
-                    f"{prefix}{cut.columns[0]}: not cut, because its weight is shared with a module that is not"
-                )
+                name = f"{prefix}{cut.columns[0]}".rstrip(".")
+                notes.append(f"{name}: not cut, because its weight is shared with a module that is not")
         agreed[index] = replace(seen, cuts=tuple(kept), notes=tuple(notes))
     return agreed
 
