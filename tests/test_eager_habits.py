@@ -5,6 +5,7 @@ import warnings
 import weakref
 from collections import UserDict, deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.executor import parallelize
-from meshwright.executor.parallel.micro_batches import split_micro_batches
+from meshwright.executor.parallel.micro_batches import MicroBatch, split_micro_batches
+from meshwright.executor.parallel.rehearsal import Rehearsal
 from meshwright.executor.reporting import terminal
 from meshwright.planner.answers.blame import blamed
 from meshwright.planner.plan.document import Plan
@@ -28,7 +30,7 @@ from meshwright.planner.plan.legality import legal_cuts, micro_batch_rule, shard
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
-from meshwright.profiler.model.building import in_training
+from meshwright.profiler.model.building import in_training, on_meta
 from meshwright.profiler.model.forward_state import TensorsRead, places_of, put_back, taken
 from meshwright.profiler.model.trace import trace
 from support.habits import GLOBAL_BATCH, WIDTH, habit, pairs, planned, run, squared
@@ -1059,6 +1061,32 @@ class Between(Held):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(self.first(x))
+
+
+class Grouped(nn.Module):
+    """Two experts in one grouped product, whose fake version is in bfloat16 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(2, WIDTH, WIDTH) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.tensor([len(x) // 2, len(x)], dtype=torch.int32, device=x.device)
+        return x + torch._grouped_mm(x, self.experts, offs=ends)
+
+
+def test_a_rehearsal_in_bfloat16_leaves_the_next_its_own_dtype() -> None:
+    loaded = habit(
+        lambda: nn.Sequential(nn.Embedding(8, WIDTH), Grouped(), Grouped(), _linear()),
+        batch=lambda size: (torch.randint(8, (size,)), torch.randn(size, WIDTH)),
+    )
+    rehearsal = Rehearsal(on_meta(loaded.build), planned(loaded, pipeline=2))
+
+    for size in (4, 8):
+        batch = MicroBatch((torch.zeros(size, dtype=torch.long),), {}, None, 1.0)
+        _, tensors, _ = rehearsal.run(batch, torch.device("cpu"), nullcontext(), False, None)
+
+        assert {like.dtype for like in tensors.values()} == {torch.float32}
 
 
 class Guided(nn.Module):

@@ -98,6 +98,7 @@ class Rehearsal:
         self._knows_batch = False
         self._found: dict[tuple[Any, ...], tuple[dict[tuple[str, int], Stub], dict[Producer, Like], bool]] = {}
         self._model = model
+        self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         for norm in synced_norms(model) if is_own else ():
             normalise_here(norm)
         if not is_own:
@@ -150,11 +151,14 @@ class Rehearsal:
         bf16_layers: bool,
         context: ContextParallel | None,
     ) -> "_Seen":
+        dtypes = {id(p): self._dtypes[name] for name, p in self._model.named_parameters()}
+
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             cast_too = bf16_layers and isinstance(leaf, nn.Parameter)
-            made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
+            dtype = dtypes.get(id(leaf), leaf.dtype)  # its own, not that of a run before in bfloat16
+            made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=dtype, device=device)
             return cast(made) if cast_too else made
 
         def cast(leaf: Any) -> Any:
