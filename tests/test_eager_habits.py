@@ -1089,6 +1089,28 @@ def test_a_rehearsal_in_bfloat16_leaves_the_next_its_own_dtype() -> None:
         assert {like.dtype for like in tensors.values()} == {torch.float32}
 
 
+class Skipping(nn.Module):
+    """Leaves out layers by draws of torch's, after dropouts that have drawn for every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(_linear(), nn.Dropout(0.1)) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = functional.dropout(x, 0.1, self.training)
+            if not self.training or torch.rand([]) >= 0.3:
+                x = x + layer(x)
+        return x
+
+
+def test_layers_left_out_by_draws_of_torch_are_in_every_run_of_the_profile() -> None:
+    profile = trace(habit(Skipping))
+
+    assert profile.decides_by_values
+    assert len(profile.layers) == 8
+
+
 class Guided(nn.Module):
     """Forgets some of its labels as it trains, for guidance without a classifier; all blocks read what is left."""
 

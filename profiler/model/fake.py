@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from ..semantics.draws import SameChoices
 from ..threads import one_thread
 from .batches import named_tensors
 from .building import in_training, on_meta
@@ -302,7 +303,7 @@ def _trained_as(module: nn.Module) -> tuple[tuple[str, torch.dtype], ...]:
 
 @contextmanager
 def _same_numbers() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), SameChoices():
         torch.manual_seed(0)
         yield
 

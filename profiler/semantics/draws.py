@@ -43,6 +43,18 @@ class SameDraws(TorchDispatchMode):
         return tree_map(_same, output)
 
 
+class SameChoices(TorchDispatchMode):
+    """While it lasts, draws of one number alone, by which a step leaves out a layer, are the same in every run, however
+    much was drawn before them."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        is_one = isinstance(output, torch.Tensor) and output.numel() == 1 and output.is_floating_point()
+        return _same(output) if is_one and draws(func) else output
+
+
 def draws(func: Any) -> bool:
     """Whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags and "scaled_dot_product" not in func._overloadpacket.__name__
