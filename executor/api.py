@@ -20,7 +20,9 @@ from ..profiler.model.source import PADDED
 from .commands import inputs
 from .commands.options import (
     MARGIN,
+    PRICE,
     RISK,
+    TIME_LIMIT,
     JobOptions,
     MachineOptions,
     Optimizer,
@@ -125,6 +127,7 @@ class Planned:
         from ..planner.answers.stacks import under_stacks
         from ..planner.answers.tutorial import lessons
 
+        time_limit = TIME_LIMIT.given(time_limit)
         plan, found, profile = self.document, self.estimate, self.profile
         excluded = no_candidates(_BYTES_PER_PARAMETER * profile.num_parameters, plan.cluster.num_devices)
         if layouts:
@@ -197,6 +200,7 @@ class Planned:
         from .measuring.verify import verify
 
         source, seq_len = self.document.model.source, self.document.training.seq_len
+        steps = inputs.whole_number("--steps", str(steps), "3")
         if self._model is None:
             inputs.check_source(source, "--model says where the model is")
         loaded = load_model(source, seq_len) if self._model is None else self._model()
@@ -316,6 +320,9 @@ def profiled(
     """(profile, the model itself or None), as inputs.read_model has them, of objects, too."""
     model, seq_len = request.model, request.job.seq_len
     if request.pad_vocab is not None:
+        if not isinstance(model, str | Path):
+            kind = type(model).__name__
+            raise ValueError(f"pad_vocab={request.pad_vocab} pads the words of a config.json: give its path, no {kind}")
         model = f"{model}{PADDED}{request.pad_vocab}"
     if isinstance(model, str | Path):
         model = with_lora(str(model), request.lora)
@@ -325,6 +332,8 @@ def profiled(
     if isinstance(model, ModelProfile):
         if request.lora is not None:
             raise ValueError("the profile has been made, with the adapters that it has: give the model itself to lora=")
+        if request.batch is not None or request.loss is not None:
+            raise ValueError("the profile has been made, with its own batch and loss: give the module itself to batch=")
         from ..profiler.model.lengths import at_seq_len
 
         return model if seq_len is None else at_seq_len(model, seq_len), None
@@ -516,7 +525,7 @@ def plan(
             _machine(gpus, device, gpus_per_node, file),
             instance=instance,
             nodes=_count("--nodes", nodes),
-            price_per_hour=price_per_hour,
+            price_per_hour=None if price_per_hour is None else PRICE.given(price_per_hour),
         ),
         global_batch=_count("--global-batch", global_batch),
         seq_len=_count("--seq-len", seq_len),
@@ -532,7 +541,8 @@ def plan(
         space=_one_of("--space", space, SpaceOf),
     )
     best_at = _one_of("--objective", objective, Objective)
-    request = Request(model, job, choices, best_at, time_limit, cache, known, batch, loss, setup, pad_vocab, lora)
+    padded, seconds = _count("--pad-vocab", pad_vocab), TIME_LIMIT.given(time_limit)
+    request = Request(model, job, choices, best_at, seconds, cache, known, batch, loss, setup, padded, lora)
     with terminal.Waiting(quiet=not progress) as waiting:
         return planned(request, waiting)
 
@@ -654,9 +664,9 @@ def swept(
 
 def sweep(
     model: "Model",
-    gpus: Iterable[int] | None = None,
+    gpus: int | Iterable[int] | None = None,
     *,
-    seq_len: Iterable[int] | None = None,
+    seq_len: int | Iterable[int] | None = None,
     device: str | Path | None = None,
     gpus_per_node: int | None = None,
     cluster: str | Path | None = None,
@@ -672,10 +682,9 @@ def sweep(
 ) -> Swept:
     """The best plan at each number of GPUs and each sequence length, at one global batch; a point where nothing fits,
     or something is wrong, says why and does not end the sweep."""
-    machine = replace(
-        _machine(None, device, gpus_per_node, cluster), gpus=None if gpus is None else ",".join(map(str, gpus))
-    )
-    lengths = [None] if seq_len is None else [_count("--seq-len", length) for length in seq_len]
+    counts = None if gpus is None else ",".join(map(str, _each_of("gpus", gpus)))
+    machine = replace(_machine(None, device, gpus_per_node, cluster), gpus=counts)
+    lengths = [None] if seq_len is None else [_count("--seq-len", length) for length in _each_of("seq_len", seq_len)]
     stack = _stack(precision, optimizer, software, memory_margin, memory_risk)
     pins = PlanOptions(pin=_texts(pin)).pins()
     batch = None if global_batch is None else str(global_batch)
@@ -687,7 +696,7 @@ def sweep(
             stack,
             pins,
             global_batch=batch,
-            time_limit_s=time_limit,
+            time_limit_s=TIME_LIMIT.given(time_limit),
             use_cache=cache,
             waiting=waiting,
         )
@@ -782,14 +791,12 @@ def _machine(
 def _stack(
     precision: str | None, optimizer: str, software: str | None, memory_margin: float | None, memory_risk: float | None
 ) -> StackOptions:
-    MARGIN.check(memory_margin)
-    RISK.check(memory_risk)
     return StackOptions(
         precision=None if precision is None else _one_of("--precision", precision, Precision),
         optimizer=_one_of("--optimizer", optimizer, Optimizer),
         software=software,
-        memory_margin=memory_margin,
-        memory_risk=memory_risk,
+        memory_margin=None if memory_margin is None else MARGIN.given(memory_margin),
+        memory_risk=None if memory_risk is None else RISK.given(memory_risk),
     )
 
 
@@ -800,9 +807,20 @@ def _one_of(flag: str, word: str, of: type[_Choice]) -> _Choice:
         raise ValueError(f"{flag} {word}: choose {', '.join(of)}") from None
 
 
-def _count(flag: str, number: int | None) -> int | None:
+def _count(flag: str, number: int | str | None) -> int | None:
     """The number, if there is one and it is at least 1. Raises ValueError."""
     return None if number is None else inputs.whole_number(flag, str(number), "8")
+
+
+def _each_of(name: str, said: int | str | Iterable[int]) -> list[int | str]:
+    """The numbers that a sweep goes through; one, or "8,16" as the flag takes it, will do. Raises ValueError if there
+    is none."""
+    if isinstance(said, str):
+        return [word.strip() for word in said.split(",")]
+    found: list[int | str] = [*said] if isinstance(said, Iterable) else [said]
+    if not found:
+        raise ValueError(f"{name}=[] has no number: give some, for example {name}=[8, 16, 32], or leave it out")
+    return found
 
 
 def _texts(said: Pinned) -> list[str]:

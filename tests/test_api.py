@@ -1,5 +1,6 @@
 """The names of `meshwright`: what they take, what they give, and what they do not import."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,12 @@ def test_mistakes_are_told_as_by_the_command(
         ({"space": "all"}, "--space all: choose run, full"),
         ({"global_batch": 0}, "--global-batch 0: give a whole number of at least 1"),
         ({"memory_margin": 1.5}, "--memory-margin 1.5 is no share from 0 to 0.9; write, for example, 0.1"),
+        ({"memory_margin": "a tenth"}, "--memory-margin a tenth is no share from 0 to 0.9"),
+        ({"price_per_hour": -1.0}, "--price-per-hour -1.0 is no number of at least 0; write, for example, 2.50"),
+        ({"price_per_hour": math.nan}, "--price-per-hour nan is no number of at least 0"),
+        ({"time_limit": 0}, "--time-limit 0 is no number of at least 0.1; write, for example, 60"),
+        ({"time_limit": math.inf}, "--time-limit inf is no number of at least 0.1"),
+        ({"pad_vocab": 0}, "--pad-vocab 0: give a whole number of at least 1"),
         ({"loss": len}, "batch= and loss= go with a module"),
     ],
 )
@@ -160,6 +167,38 @@ def test_what_the_command_line_itself_would_refuse_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         mw.plan(save_profile(tmp_path), gpus=8, device="h100-80gb", **arguments)  # type: ignore[arg-type]
+
+
+def test_answers_refuse_what_the_command_line_would(planned: mw.Planned) -> None:
+    with pytest.raises(ValueError, match=r"--steps 0: give a whole number of at least 1, for example --steps 3"):
+        planned.verify(steps=0)
+    with pytest.raises(ValueError, match=r"--time-limit -1 is no number of at least 0\.1"):
+        planned.explain("tp=8", time_limit=-1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"pad_vocab": 128}, "pad_vocab=128 pads the words of a config.json: give its path, no ModelProfile"),
+        ({"batch": len}, "the profile has been made, with its own batch and loss"),
+        ({"lora": "r=8"}, "the profile has been made, with the adapters that it has"),
+    ],
+)
+def test_a_profile_is_made_already(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        mw.plan(small_profile(), **JOB, **arguments)  # type: ignore[arg-type]
+
+
+def test_numbers_of_a_sweep_are_said_alike() -> None:
+    profile = small_profile()
+
+    said = [[point.num_devices for point in mw.sweep(profile, gpus, device="h100-80gb")] for gpus in (2, [2], "2")]
+
+    assert said == [[2], [2], [2]]
+    with pytest.raises(ValueError, match=r"gpus=\[\] has no number"):
+        mw.sweep(profile, [], device="h100-80gb")
+    with pytest.raises(ValueError, match=r"seq_len=\[\] has no number"):
+        mw.sweep(profile, 2, seq_len=[], device="h100-80gb")
 
 
 @pytest.mark.slow

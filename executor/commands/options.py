@@ -1,7 +1,6 @@
 """What the flags of several commands are called, take and mean."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -51,16 +50,28 @@ def whole_number(text: str | int) -> int:
     return int(text)
 
 
-def at_least(least: float, example: str) -> Callable[[str], float]:
-    """What reads a flag's number, of at least `least`; example: what a user may write."""
+@dataclass(frozen=True)
+class NumberFlag:
+    """A flag that takes a number of at least `least`; example: what a user may write."""
 
-    def read(text: str) -> float:
+    flag: str
+    least: float
+    example: str
+
+    def read(self, text: str) -> float:
+        """The number that a flag's text says."""
         value = number_of(text)
-        if value is None or not least <= value < math.inf:
-            raise typer.BadParameter(f"{text} is no number of at least {least:g}; write, for example, {example}")
+        if value is None or not self.least <= value < math.inf:
+            raise typer.BadParameter(self.rule(text))
         return value
 
-    return read
+    def given(self, value: float | str) -> float:
+        """The number that Python code gives. Raises ValueError that names the flag."""
+        return _given(self, value)
+
+    def rule(self, found: object) -> str:
+        """What is wrong with a value, and what to write."""
+        return f"{found} is no number of at least {self.least:g}; write, for example, {self.example}"
 
 
 @dataclass(frozen=True)
@@ -86,10 +97,17 @@ class ShareFlag:
             raise typer.BadParameter(self.rule(text))
         return value
 
-    def check(self, value: float | None) -> None:
-        """Raises ValueError that names the flag, for a value that Python code gives."""
-        if value is not None and not self.least <= value <= self.most:
-            raise ValueError(f"{self.flag} {self.rule(value)}")
+    def given(self, value: float | str) -> float:
+        """The share that Python code gives. Raises ValueError that names the flag."""
+        return _given(self, value)
+
+
+def _given(flag: NumberFlag | ShareFlag, value: float | str) -> float:
+    """What Python code gives for a flag, by the flag's own rule. Raises ValueError."""
+    try:
+        return flag.read(str(value))
+    except typer.BadParameter as error:
+        raise ValueError(f"{flag.flag} {error.message}") from None
 
 
 def number_of(text: str) -> float | None:
@@ -102,6 +120,8 @@ def number_of(text: str) -> float | None:
 
 MARGIN = ShareFlag("--memory-margin", 0.0, 0.9, 0.1)
 RISK = ShareFlag("--memory-risk", 0.001, 0.999, 0.05)
+PRICE = NumberFlag("--price-per-hour", 0.0, "2.50")
+TIME_LIMIT = NumberFlag("--time-limit", 0.1, "60")
 
 
 def _model_flag(takes: str = "model or profile.json", adds: str = "") -> Any:
@@ -164,7 +184,7 @@ Price = Annotated[
     typer.Option(
         "--price-per-hour",
         metavar="USD",
-        parser=at_least(0.0, "2.50"),
+        parser=PRICE.read,
         help="of one GPU (default: the device file's, if it has one)",
         show_default=False,
     ),
@@ -265,7 +285,7 @@ MicroBatch = Annotated[
 ]
 TimeLimit = Annotated[
     float,
-    typer.Option("--time-limit", metavar="SECONDS", parser=at_least(0.1, "60"), help="seconds the search may take"),
+    typer.Option("--time-limit", metavar="SECONDS", parser=TIME_LIMIT.read, help="seconds the search may take"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="profile anew, even if nothing has changed; keep nothing")]

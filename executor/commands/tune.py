@@ -70,7 +70,7 @@ def _tune_command(
         typer.Option(
             "--timeout",
             metavar="SECONDS",
-            parser=options.at_least(1.0, "120"),
+            parser=options.NumberFlag("--timeout", 1.0, "120").read,
             help="a step that takes longer is a hang (default: 20 times its prediction, at least 60)",
             show_default=False,
         ),
