@@ -172,16 +172,18 @@ class Planned:
         return facts, 0 if trace is None else write_trace(self.document, self.profile, trace)
 
     def export(self, to: str, path: str | Path | None = None) -> "Export":
-        """The plan as settings of megatron, torchtitan, accelerate or deepspeed; path: also written there.
+        """The plan as settings of megatron, torchtitan, accelerate or deepspeed; path: also written there, never over a
+        file that is none.
 
         Raises ValueError for what the target cannot do. `notes` of the answer are what its settings do not say.
         """
-        from ..planner.exchange.export import export
+        from ..planner.exchange.export import EXPORTED, export
 
         found = export(self.document, to)
         if path is not None:
             if Path(path).is_dir() or not Path(path).parent.is_dir():
                 raise ValueError(f"-o {path}: give a file name in a folder that exists")
+            check_replaceable(Path(path), "-o", "exported plan", EXPORTED)
             write_file(Path(path), found.text)
         return found
 

@@ -646,6 +646,26 @@ def test_a_batch_that_does_not_split_over_the_gpus_is_told_with_one_that_does(
     assert ("--global-batch 63 or 66 would" in said) == told
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--svg", "profile.json"], "--svg profile.json: give a name that ends in .svg"),
+        (["--svg", "none/a.svg"], "--svg none/a.svg lies in no folder: none does not exist"),
+        (["--svg", "a.svg", "--json"], "--svg a.svg draws what is printed, which with --json is no picture"),
+    ],
+)
+def test_a_picture_of_what_is_printed_is_refused_before_the_search(
+    saved: str, flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = Path(saved).read_text()
+
+    assert run_plan(saved, "--gpus", "8", *flags) == 2
+
+    assert told in " ".join(capsys.readouterr().err.split())
+    assert Path(saved).read_text() == kept
+    assert not Path("plan.json").exists()
+
+
 def test_a_model_taken_for_a_plan_is_not_to_be_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -597,6 +597,22 @@ def test_export_says_what_the_file_does_not(tmp_path: Path, capsys: pytest.Captu
     assert "# Not said here: recompute of 3, 1 blocks" in target.read_text()
 
 
+@pytest.mark.parametrize("target", ["megatron", "torchtitan", "accelerate", "deepspeed"])
+def test_export_replaces_its_own_files_and_no_others(
+    tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, exported = tmp_path / "plan.json", tmp_path / "exported"
+    planned(Shape(8, 1, 1, 1, 2, 4)).save(plan)
+    kept = plan.read_text()
+
+    assert run_plan("export", str(plan), "--to", target, "-o", str(plan)) == 2
+
+    assert "exists and is no exported plan, so it is not replaced" in " ".join(capsys.readouterr().err.split())
+    assert plan.read_text() == kept
+    for _ in range(2):
+        assert run_plan("export", str(plan), "--to", target, "-o", str(exported)) == 0
+
+
 def test_export_refuses_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned(EVEN).save(tmp_path / "plan.json")
 

@@ -71,6 +71,10 @@ def _plan_command(
     """
     target = output or (None if as_json else Path("plan.json"))
     check_document(target, "meshwright-plan")
+    if svg is not None:
+        check_writable(svg, "--svg", ".svg")
+        if as_json:
+            raise ValueError(f"--svg {svg} draws what is printed, which with --json is no picture: leave out either")
     request = api.Request(
         model, job, choices, objective, time_limit, not no_cache, setup=setup, pad_vocab=pad_vocab, lora=lora
     )

@@ -8,6 +8,9 @@ from pydantic import ValidationError
 
 from ...profiler.machine.cluster import Device
 
+_BEGINNING = 2000
+"""Characters of a file that tell what it is."""
+
 
 def check_writable(path: Path, flag: str, *suffixes: str) -> None:
     """Raises ValueError if no file of one of these kinds can be written there, or a .png not be drawn."""
@@ -27,8 +30,13 @@ def check_writable(path: Path, flag: str, *suffixes: str) -> None:
 
 
 def check_replaceable(path: Path, flag: str, kind: str, mark: str) -> None:
-    """Raises ValueError if a file is there that does not say `mark` near its beginning, so is no `kind`."""
-    if path.exists() and mark not in path.read_text(errors="replace")[:200]:
+    """Raises ValueError if a file is there that holds something and does not say `mark` near its beginning, so is no
+    `kind`."""
+    if not path.is_file():
+        return
+    with path.open(errors="replace") as file:
+        begins = file.read(_BEGINNING)
+    if begins and mark not in begins:
         raise ValueError(f"{flag} {path} exists and is no {kind}, so it is not replaced: choose another name")
 
 

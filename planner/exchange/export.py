@@ -22,6 +22,9 @@ from .megatron import megatron_words
 from .targets import NAMES, TARGETS, VERSIONS, Target
 from .torchtitan import torchtitan_words
 
+EXPORTED = "from a Meshwright plan"
+"""What every exported file says in its first line of words."""
+
 
 @dataclass(frozen=True)
 class Export:
@@ -110,7 +113,7 @@ def _header(plan: Plan, target: Target, notes: list[str]) -> list[str]:
     device, found = plan.cluster.device.name, plan.prediction
     step = "" if found is None else f"; predicted {format_seconds(found.step_time_s)} a step, {plan.training.software}"
     return [
-        f"{plan.model.name} on {plan.degrees.num_devices} x {device}, from a Meshwright plan: {plan.label}, "
+        f"{plan.model.name} on {plan.degrees.num_devices} x {device}, {EXPORTED}: {plan.label}, "
         f"micro-batch {plan.micro_batch} x {plan.num_microbatches}{step}",
         f"Options as of {VERSIONS[target]}. They say the layout; model, data and learning rate are yours.",
         *(f"Not said here: {note}" for note in notes),
