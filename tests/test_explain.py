@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
 import meshwright as mw
+from meshwright.executor.reporting.sweep_report import sweep_rows
 from meshwright.planner.answers.blame import blamed, is_legal
 from meshwright.planner.answers.check import check
 from meshwright.planner.answers.decision_path import Step, walk
@@ -216,7 +218,7 @@ def test_pins_are_not_blamed_for_what_is_illegal_without_them() -> None:
 
 
 def test_of_rules_that_differ_in_a_number_only_one_is_told() -> None:
-    with pytest.raises(ValueError, match="no layout of 3600 GPUs is legal") as caught:
+    with pytest.raises(ValueError, match="no layout of 3,600 GPUs is legal") as caught:
         search(chain(), cluster(450, 8), job())
 
     told = str(caught.value)
@@ -567,6 +569,7 @@ def test_a_point_without_a_plan_is_not_said_not_to_fit_where_that_is_not_known(
     (point,) = points_of((4,))
 
     assert (point.kind, point.why) == (kind, str(error))
+    assert sweep_rows([point], None)[1][0][-1] == kind
 
 
 def test_a_kind_of_plan_has_no_degrees() -> None:
@@ -584,6 +587,21 @@ def test_more_of_a_resource_never_makes_the_step_longer_and_twice_the_compute_le
     assert all(share <= 1e-9 for share in prices.values())
     assert -0.5 <= prices["2x compute"] < -0.05
     assert "2x network bandwidth" not in prices
+
+
+def test_what_the_choice_gives_away_for_simplicity_is_no_worth_of_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    (point,) = points_of((4,))
+    assert point.result is not None
+    fastest_s = 0.99 * point.result.estimate.step_time_s
+    certificate = point.result.certificate.model_copy(update={"fastest_s": fastest_s})
+    found = (None, SimpleNamespace(step_time_s=fastest_s))
+    monkeypatch.setattr(
+        "meshwright.planner.answers.sweep.best_of", lambda *given: found if fastest_s < given[-1] else None
+    )
+
+    prices = marginal_prices(replace(point, result=replace(point.result, certificate=certificate)), Pins())
+
+    assert {price.name: price.share for price in prices}["1 GiB more per GPU"] == 0.0
 
 
 def test_a_choice_is_robust_or_says_what_overtakes_it() -> None:

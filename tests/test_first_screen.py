@@ -8,7 +8,7 @@ import pytest
 from meshwright.executor.reporting import terminal
 from meshwright.executor.reporting.first_screen import MOST_LINES, print_first_screen, stage_groups, work_in_words
 from meshwright.executor.reporting.glossary import TERMS, term, terms_in
-from meshwright.executor.reporting.report import axis_rows, choice_in_words
+from meshwright.executor.reporting.report import against_others, axis_rows, choice_in_words
 from meshwright.planner.answers.explain import compared
 from meshwright.planner.answers.search import Candidate, search
 from meshwright.planner.answers.verdict import Verdict, VerdictKind
@@ -121,6 +121,29 @@ def test_a_cause_larger_than_the_difference_is_told_with_what_offsets_it() -> No
     longer = {**best.breakdown, "compute": shifted["compute"]}
     alone = best.model_copy(update={"step_time_s": best.step_time_s + 0.5, "breakdown": longer})
     assert compared(alone, best).detail == "500 ms more compute"
+
+
+def test_memory_to_spare_is_no_reason_against_what_needs_no_more() -> None:
+    best = estimate(some_plan(shard=2), small_profile())
+    faster = best.model_copy(update={"step_time_s": 0.99 * best.step_time_s})
+    fuller = best.memory[0].model_copy(update={"device_bytes": best.memory[0].device_bytes + 1})
+
+    assert compared(faster, best).detail == "less simple"
+    held = compared(faster.model_copy(update={"memory": (fuller,)}), best)
+    assert held.detail == "less simple or with less memory to spare"
+
+
+def test_a_set_up_of_the_plan_s_own_kind_is_what_else_fits() -> None:
+    plan = some_plan(shard=2)
+    found = estimate(plan, small_profile())
+
+    def against(micro_batch: int) -> str:
+        other = plan.model_copy(update={"micro_batch": micro_batch})
+        beside = Candidate(plan.label, other, found, Verdict(VerdictKind.AS_FAST), found.step_time_s, by_rule=True)
+        return against_others(plan, found.step_time_s, [beside]).phrase
+
+    assert against(2 * plan.micro_batch) == "as fast as ZeRO-1 over 2 with micro-batch 2 within 1%"
+    assert against(plan.micro_batch) == "nothing else was priced"
 
 
 def test_no_group_sits_on_more_hosts_than_there_are() -> None:

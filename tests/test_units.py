@@ -7,6 +7,7 @@ from meshwright.profiler.machine.units import (
     format_count,
     format_flops_per_s,
     format_seconds,
+    gpus_in_words,
     parse_bytes,
     parse_bytes_per_s,
     parse_flops_per_s,
@@ -77,3 +78,8 @@ def test_what_rounds_up_to_the_next_unit_is_printed_in_it() -> None:
 @pytest.mark.parametrize("num_bytes", [1.0, 1024.0, 5e6, 7.5e11])
 def test_what_is_printed_can_be_read_again(num_bytes: float) -> None:
     assert parse_bytes(format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=0.005)
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "1 GPU"), (2, "2 GPUs"), (1024, "1,024 GPUs")])
+def test_one_gpu_is_not_gpus(count: int, words: str) -> None:
+    assert gpus_in_words(count) == words

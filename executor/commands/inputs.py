@@ -13,6 +13,7 @@ from ...profiler.garbage import without_garbage_collection
 from ...profiler.machine.cluster import ClusterSpec, cluster_of, load_cluster, load_device
 from ...profiler.machine.instances import instance
 from ...profiler.machine.local import local_gpus, preset_of
+from ...profiler.machine.units import gpus_in_words
 from ...profiler.model.cache import ProfileCache
 from ...profiler.model.lengths import at_seq_len
 from ...profiler.model.model_profile import ModelProfile, load_profile
@@ -50,9 +51,9 @@ def _of_instances(machine: options.MachineOptions) -> ClusterSpec:
         gpus = whole_number("--gpus", machine.gpus, "8")
         if gpus % chosen.gpus or nodes not in (None, gpus // chosen.gpus):
             whole = (
-                f"--nodes {nodes} of {chosen.name} are {chosen.gpus * nodes} GPUs"
+                f"--nodes {nodes} of {chosen.name} are {gpus_in_words(chosen.gpus * nodes)}"
                 if nodes
-                else (f"{chosen.name} has {chosen.gpus} GPUs")
+                else (f"{chosen.name} has {gpus_in_words(chosen.gpus)}")
             )
             raise ValueError(f"--gpus {gpus}, but {whole}: leave out --gpus, or give a multiple of {chosen.gpus}")
         nodes = gpus // chosen.gpus

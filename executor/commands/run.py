@@ -11,7 +11,7 @@ from rich.console import Console
 from ...planner.plan.document import Plan, load_plan
 from ...planner.plan.pin_texts import read_pins
 from ...profiler.machine.cluster import ClusterSpec, cluster_of
-from ...profiler.machine.units import format_seconds
+from ...profiler.machine.units import format_seconds, gpus_in_words
 from ...profiler.model.model_profile import ModelProfile
 from .. import api
 from ..reporting import terminal
@@ -117,8 +117,8 @@ def _replan_command(
         terminal.write_json(json.dumps(document))
         return
     console = terminal.make_console()
-    before_words = f"{before.degrees.num_devices} GPUs, {before.label}"
-    now_words = f"{result.plan.degrees.num_devices} GPUs, {result.plan.label}"
+    before_words = f"{gpus_in_words(before.degrees.num_devices)}, {before.label}"
+    now_words = f"{gpus_in_words(result.plan.degrees.num_devices)}, {result.plan.label}"
     console.print(
         f"{before.model.name} after {progress.steps:,} steps: {before_words} -> {now_words}; global batch "
         f"{before.training.global_batch} as before",

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ...profiler.machine.units import gpus_in_words
 from ...profiler.model.adapters import with_lora
 from .. import api
 from ..reporting import terminal
@@ -95,7 +96,7 @@ def _sweep_command(
         notes = [*found.notes, *left_out_in_words(found.left_out)]
         worth = []
         for point in points if prices else ():
-            waiting(f"pricing what more of each resource is worth on {point.num_devices:,} GPUs")
+            waiting(f"pricing what more of each resource is worth on {gpus_in_words(point.num_devices)}")
             worth.append(Worth(marginal_prices(point, pins), robustness(point)))
     price = price_per_hour if price_per_hour is not None else first.device.price_per_hour
     document = sweep_document(points, worth, found.notes, price, found.left_out)

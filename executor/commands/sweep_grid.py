@@ -7,6 +7,7 @@ from ...planner.answers.fitting import grown
 from ...planner.answers.sweep import LeftOut
 from ...planner.plan.training import SAMPLES_PER_GPU
 from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.machine.units import gpus_in_words
 from . import inputs, options
 
 
@@ -98,8 +99,9 @@ def _scaled(text: str | None, counts: list[int], own: int | None) -> tuple[list[
     uneven = [count for count in counts if numbers[0] * count % fewest]
     if uneven:
         raise ValueError(
-            f"--scale-batch: {numbers[0]} samples on {fewest} GPUs are {numbers[0] * uneven[0] / fewest:g} on "
-            f"{uneven[0]}, no whole number; give --global-batch as a multiple of {fewest}"
+            f"--scale-batch: {numbers[0]} samples on {gpus_in_words(fewest)} are "
+            f"{numbers[0] * uneven[0] / fewest:g} on {uneven[0]}, no whole number; give --global-batch as a multiple "
+            f"of {fewest}"
         )
     batches = [numbers[0] * count // fewest for count in counts]
     return batches, _convergence(batches, counts)

@@ -15,6 +15,7 @@ from ...planner.plan.setups import IllegalSetupError, Setup, parse_setup
 from ...planner.plan.training import TrainingSpec
 from ...profiler.document import write_file
 from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.machine.units import gpus_in_words
 from ...profiler.model.model_profile import ModelProfile
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _read_setup(text: str, cluster: ClusterSpec, frameworks: dict[str, RuleOfThu
     plan = load_plan(Path(text))
     if plan.degrees.num_devices != cluster.num_devices:
         raise ValueError(
-            f"--setup {text}: the plan is for {plan.degrees.num_devices} GPUs, the comparison for "
+            f"--setup {text}: the plan is for {gpus_in_words(plan.degrees.num_devices)}, the comparison for "
             f"{cluster.num_devices}: give --gpus {plan.degrees.num_devices}"
         )
     return SavedPlan(text, plan)

@@ -15,7 +15,7 @@ from ...planner.exchange.targets import NAMES, TARGETS
 from ...planner.plan.document import Plan
 from ...planner.plan.not_run import marked
 from ...planner.plan.setups import setup_words
-from ...profiler.machine.units import GIB, format_bytes, format_count, format_seconds
+from ...profiler.machine.units import GIB, format_bytes, format_count, format_seconds, gpus_in_words
 from .choice_charts import scatter, tornado
 from .drawing import legend, table, tag
 from .glossary import terms_in
@@ -157,7 +157,7 @@ def _tiles(plan: Plan, found: Estimate) -> str:
         cost = ""
         if price is not None:
             cost = f", ${format_count(days * 24 * price * plan.degrees.num_devices)}"
-        tiles.append(("a trillion tokens", _days(days), f"on these {plan.degrees.num_devices:,} GPUs{cost}"))
+        tiles.append(("a trillion tokens", _days(days), f"on {gpus_in_words(plan.degrees.num_devices)}{cost}"))
     if price is not None:
         hourly = price * plan.degrees.num_devices
         tiles.append(("cost", f"${hourly:,.0f}/h", f"${hourly * found.step_time_s / 3600:,.4g} per step"))

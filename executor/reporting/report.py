@@ -91,10 +91,14 @@ def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]
     from ...planner.answers.simplicity import machinery
 
     label, parts, of_the_plan = plan.label, [], False
-    different = sorted(shown(others, plan), key=_step_time)
+    choice = label, plan.micro_batch
+    fitting = [c for c in others if c.plan is not None and (c.plan.label, c.plan.micro_batch) != choice]
+    different = sorted(shown(others, plan) or fitting, key=_step_time)
     if different:
         best = different[0]
         name = _name(best) if _name(best) != label else best.label
+        if best.plan is not None and name == label:
+            name += f" with micro-batch {best.plan.micro_batch}"
         ahead = _step_time(best) / step_time_s - 1
         of_the_plan = ahead > -0.015
         same = best.plan is not None and best.plan.micro_batch == plan.micro_batch and _name(best) == label
@@ -109,7 +113,7 @@ def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]
             parts.append(f"as fast as {name} within 1%{', and simpler' if simpler else ''}")
         else:
             parts.append(f"slower than {name} ({format_seconds(_step_time(best))}), which the pins leave out")
-    elif others:
+    elif any(c.plan is None for c in others):
         parts.append("nothing else that was priced fits")
     too_big = list(
         dict.fromkeys(c.label for c in others if c.plan is None and c.verdict.kind is VerdictKind.DOES_NOT_FIT)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ...planner.answers.sweep import LeftOut, Point, Price, changes_of_kind
 from ...profiler.document import write_file
-from ...profiler.machine.units import GIB, format_count, format_seconds
+from ...profiler.machine.units import GIB, format_count, format_seconds, gpus_in_words
 from . import terminal
 from .drawing import figure, legend, line, table, tag, text, ticks
 from .output_files import check_replaceable, check_writable
@@ -55,7 +55,7 @@ def sweep_rows(points: Sequence[Point], price_per_hour: float | None) -> tuple[l
         cells = [f"{point.num_devices:,}", *([f"{point.profile.seq_len or 0:,}"] if sequences else [])]
         cells.append(f"{point.training.global_batch:,}")
         if point.result is None:
-            rows.append((*cells, *["-"] * (len(headings) - len(cells)), "does not fit"))
+            rows.append((*cells, *["-"] * (len(headings) - len(cells)), point.kind))
             continue
         found = point.result.estimate
         cells += [
@@ -171,7 +171,7 @@ def robustness_in_words(points: Sequence[Point], worth: Sequence[Worth]) -> list
 
 def _named(point: Point) -> str:
     length = "" if point.profile.seq_len is None else f", {point.profile.seq_len:,} tokens"
-    return f"{point.num_devices:,} GPUs{length}"
+    return f"{gpus_in_words(point.num_devices)}{length}"
 
 
 def write(
@@ -256,7 +256,7 @@ def _chart(lines: Sequence[tuple[str, list[tuple[int, float, str]]]]) -> str:
     for rate in marks_at:
         marks.append(line(_LEFT - 10, y(rate), _WIDTH - 20, y(rate), class_="grid"))
         marks.append(text(_LEFT - 16, y(rate) + 4, format_count(rate), class_="tick end"))
-    marks += [text(x(count), _BASE + 22, f"{count:,} GPUs", class_="tick mid") for count in counts]
+    marks += [text(x(count), _BASE + 22, gpus_in_words(count), class_="tick mid") for count in counts]
     taken = [(x(count), y(rate)) for _, points in lines for count, rate, _ in points]
     labels = []
     for i, (name, points) in enumerate(lines):
@@ -270,7 +270,7 @@ def _chart(lines: Sequence[tuple[str, list[tuple[int, float, str]]]]) -> str:
                 labels.append(text(x(count), place + 4, kind, class_="label halo mid", fill=colour))
                 taken += [(x(count) + part * 7.0 * len(kind), place) for part in (-0.5, -0.25, 0.0, 0.25, 0.5)]
             before = kind
-            tip = f"{name}, {count:,} GPUs|{kind}|{format_count(rate)} a second"
+            tip = f"{name}, {gpus_in_words(count)}|{kind}|{format_count(rate)} a second"
             marks.append(tag("circle", cx=x(count), cy=y(rate), r=5.0, fill=colour, data_t=tip))
     marks += labels
     said = "; ".join(f"{name}: {', '.join(f'{kind} on {count:,}' for count, _, kind in pts)}" for name, pts in lines)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.machine.units import gpus_in_words
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.legality import (
     expert_rule,
@@ -146,7 +147,7 @@ def _numbers_rule(pins: Pins, cluster: ClusterSpec, training: TrainingSpec) -> s
     product, count = math.prod(pinned.values()), cluster.num_devices
     if count % product:
         near = nearest_divisors(count, product)
-        return f"{' x '.join(map(str, pinned.values()))} does not divide {count} GPUs, as {near} would"
+        return f"{' x '.join(map(str, pinned.values()))} does not divide {gpus_in_words(count)}, as {near} would"
     size, batch = pins.micro_batch, training.global_batch
     if size is not None and batch % size:
         near = nearest_divisors(batch, size)

@@ -49,13 +49,16 @@ def causes_apart(other: Estimate, best: Estimate) -> dict[str, float]:
     return dict(sorted(extra.items(), key=lambda item: -item[1]))
 
 
-def compared(other: Estimate, best: Estimate, why_not: str = "less simple or with less memory to spare") -> Verdict:
-    """How much slower `other` is, and the cause that costs it most; if it is faster, why it is not the plan."""
+def compared(other: Estimate, best: Estimate, why_not: str | None = None) -> Verdict:
+    """How much slower `other` is, and the cause that costs it most; if it is faster, why it is not the plan: for the
+    reasons of simplicity.py, of which less memory to spare is none where `other` needs no more, or why_not."""
     ratio = other.step_time_s / best.step_time_s - 1.0
     if abs(ratio) < 0.0005:
         return Verdict(VerdictKind.AS_FAST, ratio=ratio)
     if ratio < 0:
-        return Verdict(VerdictKind.FASTER, why_not, ratio)
+        needs_more = max(s.device_bytes for s in other.memory) > max(s.device_bytes for s in best.memory)
+        simpler = "less simple or with less memory to spare" if needs_more else "less simple"
+        return Verdict(VerdictKind.FASTER, why_not or simpler, ratio)
     return Verdict(VerdictKind.SLOWER, _trade(other, best), ratio)
 
 

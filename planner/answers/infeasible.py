@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ...profiler.machine.cluster import cluster_of, device_names, load_device, made_by_flags
-from ...profiler.machine.units import format_bytes, format_seconds
+from ...profiler.machine.units import format_bytes, format_seconds, gpus_in_words
 from ...profiler.model.frozen import in_bf16
 from ...profiler.model.source import LORA
 from ..cost.estimate import Estimate, estimate
@@ -78,7 +78,7 @@ def closest_verdict(explorer: Explorer, pins: Pins, rejected: dict[str, int]) ->
         if found is not None:
             return not_legal(found.rule)
         rules = {rule: count for rule, count in (rejected or _rejected(explorer, pins)).items() if count}
-        degrees = f"no layout of {explorer.cluster.num_devices} GPUs has these degrees"
+        degrees = f"no layout of {gpus_in_words(explorer.cluster.num_devices)} has these degrees"
         return not_legal(max(rules, key=lambda rule: rules[rule], default=degrees))
     return does_not_fit(closest.estimate) if closest.over_bytes > 0 else LATE
 
@@ -96,15 +96,15 @@ def _nothing_legal(explorer: Explorer, pins: Pins, rejected: dict[str, int]) -> 
     count, batch = explorer.cluster.num_devices, explorer.training.global_batch
     found = blamed(explorer.profile, explorer.cluster, explorer.training, pins)
     if found is not None:
-        which = f"no layout of {count} GPUs is legal with {' and '.join(found.pins)}: {found.rule}"
+        which = f"no layout of {gpus_in_words(count)} is legal with {' and '.join(found.pins)}: {found.rule}"
         return f"{which}; leave out {'one of the pins' if len(in_words(pins)) > 1 else 'the pin'}"
     told = [rule for rule in rejected if rule.startswith("micro_batch: ")]
     if told:
         others = [rule for rule in _one_of_each(rejected) if rule not in told]
-        return f"no layout of {count} GPUs is legal: {'; '.join([told[0], *others])}"
+        return f"no layout of {gpus_in_words(count)} is legal: {'; '.join([told[0], *others])}"
     whole = (batch // count + 1) * count
     return (
-        f"no layout of {count} GPUs is legal: {'; '.join(_one_of_each(rejected))}. "
+        f"no layout of {gpus_in_words(count)} is legal: {'; '.join(_one_of_each(rejected))}. "
         f"--global-batch {whole} would split over any {count} data ranks"
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ...profiler.machine.cluster import ClusterSpec
-from ...profiler.machine.units import GIB
+from ...profiler.machine.units import GIB, gpus_in_words
 from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import estimate
 from ..plan.document import Plan
@@ -67,7 +67,7 @@ class LeftOut:
     def name(self) -> str:
         """How people call the point: "8 GPUs, 4,096 tokens"."""
         length = "" if self.seq_len is None else f", {self.seq_len:,} tokens"
-        return f"{self.num_devices:,} GPUs{length}"
+        return f"{gpus_in_words(self.num_devices)}{length}"
 
 
 def left_out_in_words(left_out: Iterable[LeftOut]) -> list[str]:
@@ -101,7 +101,7 @@ def sweep(
     points = []
     for profile, cluster, training in jobs:
         length = "" if profile.seq_len is None else f", {profile.seq_len:,} tokens"
-        progress(f"{cluster.num_devices:,} GPUs{length}", None)
+        progress(f"{gpus_in_words(cluster.num_devices)}{length}", None)
         result, why, none = None, "", ""
         try:
             result = search(profile, cluster, training, pins=pins, time_limit_s=time_limit_s, beside_open=False)
@@ -127,7 +127,8 @@ def changes_of_kind(points: Sequence[Point]) -> list[str]:
         ]
         where = "" if length is None else f"{length:,} tokens: "
         changes = f"the kind changes {_times(len(runs) - 1)}" if len(runs) > 1 else "one kind throughout"
-        sentences.append(f"{where}{changes}: {', '.join(words)} GPUs")
+        noun = gpus_in_words(runs[-1][1][-1]).partition(" ")[2]
+        sentences.append(f"{where}{changes}: {', '.join(words)} {noun}")
     return sentences
 
 
@@ -145,26 +146,28 @@ def marginal_prices(point: Point, pins: Pins, seconds: float = 30.0) -> tuple[Pr
     deadline = time.monotonic() + seconds
     cluster = point.cluster
     known = [point.result.plan, *(each.plan for each in point.result.runners_up if each.plan is not None)]
-    base_s = min(point.result.estimate.step_time_s, *(each.seconds for each in point.result.runners_up), float("inf"))
+    base_s = point.result.certificate.fastest_s
     richer = {"1 GiB more per GPU": _with_memory(cluster, GIB), "2x compute": scaled(cluster, "compute", 2.0)}
     richer["2x device memory bandwidth"] = scaled(cluster, "device memory", 2.0)
     if cluster.devices_per_host > 1:
         richer["2x link bandwidth inside hosts"] = scaled(cluster, "links in a host", 2.0)
     if cluster.num_hosts > 1:
         richer["2x network bandwidth"] = scaled(cluster, "network", 2.0)
-    prices = [Price(name, _best_s(point, more, known, pins, deadline) / base_s - 1) for name, more in richer.items()]
+    best_s = {name: _best_s(point, more, known, pins, deadline, base_s) for name, more in richer.items()}
+    prices = [Price(name, seconds / base_s - 1) for name, seconds in best_s.items()]
     return tuple(sorted(prices, key=lambda price: price.share))
 
 
-def _best_s(point: Point, cluster: ClusterSpec, known: Sequence[Plan], pins: Pins, deadline: float) -> float:
-    """Seconds of the fastest step on a cluster: that of the plans known from a poorer one, which fit there as well, or
-    of a faster one, which alone is searched for."""
+def _best_s(
+    point: Point, cluster: ClusterSpec, known: Sequence[Plan], pins: Pins, deadline: float, before_s: float
+) -> float:
+    """Seconds of the fastest step on a richer cluster than the point's: that of the plans known there, which fit here
+    as well, or of a faster one, which alone is searched for. before_s: of the fastest plan there."""
     moved = [estimate(plan.model_copy(update={"cluster": cluster}), point.profile) for plan in known]
-    best = min(moved, key=lambda found: found.step_time_s)
+    found_s = min(before_s, *(each.step_time_s for each in moved))
     explorer = Explorer(point.profile, cluster, point.training, pins.framework)
-    other = best_of(explorer, pins, deadline, ALMOST * best.step_time_s)
-    found = [each.step_time_s for each in moved]
-    return min(found if other is None else [*found, other[1].step_time_s])
+    other = best_of(explorer, pins, deadline, ALMOST * found_s)
+    return found_s if other is None else min(found_s, other[1].step_time_s)
 
 
 def _with_memory(cluster: ClusterSpec, more_bytes: float) -> ClusterSpec:
@@ -235,7 +238,7 @@ def cluster_for(
 
 
 def _used(cluster: ClusterSpec, part: ClusterSpec) -> str:
-    return f"{part.num_devices:,} of {cluster.num_devices:,} GPUs"
+    return f"{part.num_devices:,} of {gpus_in_words(cluster.num_devices)}"
 
 
 def _counts(cluster: ClusterSpec) -> list[int]:

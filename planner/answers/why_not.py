@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...profiler.machine.units import format_bytes, format_seconds
+from ...profiler.machine.units import format_bytes, format_seconds, gpus_in_words
 from ..cost.estimate import Estimate, estimate
 from ..plan.document import Plan
 from ..plan.making import shape_of
@@ -121,8 +121,8 @@ def why_not_plan(explorer: Explorer, asked: str, other: Plan, plan: Plan, found:
     count, batch = plan.cluster.num_devices, plan.training.global_batch
     if other.degrees.num_devices != count:
         raise ValueError(
-            f"{asked} is for {other.degrees.num_devices} GPUs, the plan for {count}: give one for as many GPUs, or "
-            f"plan again with --gpus {other.degrees.num_devices}"
+            f"{asked} is for {gpus_in_words(other.degrees.num_devices)}, the plan for {count}: give one for as many "
+            f"GPUs, or plan again with --gpus {other.degrees.num_devices}"
         )
     if other.training.global_batch != batch:
         raise ValueError(

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ...profiler.machine.units import gpus_in_words
 from .document import EXECUTABLE_RECOMPUTES, PARTS, ContextKind, Plan, Recompute, known_recompute
 from .legality import divisors
 from .schedules import Schedule
@@ -128,7 +129,7 @@ def parse_setup(text: str, num_devices: int, devices_per_host: int, flag: str = 
         said = {name: degree for name, degree in degrees.items() if degree > 1}
         product = f"{' x '.join(said)} = {' x '.join(map(str, said.values()))}"
         near = nearest_divisors(num_devices, split)
-        raise IllegalSetupError(where, f"{product} does not divide {num_devices} GPUs, as {near} would")
+        raise IllegalSetupError(where, f"{product} does not divide {gpus_in_words(num_devices)}, as {near} would")
     zero = _zero_mode(words, where)
     replicate, shard = _split_data(words, where, data, zero, devices_per_host)
     recompute = _recompute(words, where)

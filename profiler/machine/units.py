@@ -63,6 +63,11 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def gpus_in_words(count: int) -> str:
+    """So many GPUs for people: 1 GPU, 1,024 GPUs."""
+    return f"{count:,} GPU{'' if count == 1 else 's'}"
+
+
 def format_dollars(amount: float) -> str:
     """Price for people: $3.83, $824, $1.25 M."""
     return f"${amount:.2f}" if amount < 100 else f"${format_count(amount)}"
