@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+import meshwright as mw
 from benchmarks.abuse import words
 from meshwright.executor import cli
+from meshwright.planner.plan.document import Plan
 from meshwright.profiler.model.model_profile import load_profile
-from support.cli import run_plan, save_profile, some_plan
+from support.cli import run_plan, save_profile, small_profile, some_plan
 
 MACHINE = ("--gpus", "4", "--device", "h100-80gb", "-b", "16", "--time-limit", "1")
 
@@ -21,6 +23,13 @@ MACHINE = ("--gpus", "4", "--device", "h100-80gb", "-b", "16", "--time-limit", "
 def profile(tmp_path: Path) -> Path:
     """A saved profile."""
     return save_profile(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def found_plan() -> Plan:
+    """A pipeline that was searched for."""
+    choice = {"pipeline": 2, "schedule": "1f1b"}
+    return mw.plan(small_profile(), gpus=4, device="h100-80gb", global_batch=16, time_limit=5, pin=choice).document
 
 
 def changed(path: Path, change: Callable[[Any], None]) -> None:
@@ -138,6 +147,56 @@ def test_a_full_output_is_told_in_a_sentence(
     assert run_plan("show", str(path), *flags) == 2
 
     assert "the output cannot be written: No space left on device" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda d: d["stages"][0]["layers"].append(d["stages"][1]["layers"][0]), "which stage 0 holds"),
+        (lambda d: d["stages"][0]["layers"][1].update(name="other"), "layers once and in order; missing layer1"),
+        (lambda d: d["stages"][0]["layers"][1].update(layer_class="other"), "layers once and in order"),
+        (
+            lambda d: d["stages"][0]["layers"][1].update(recompute="parts:none"),
+            "has no part none that can be run again",
+        ),
+        (lambda d: d["training"].update(seq_len=None), "seq_len is None, and {profile} has 64 tokens per sample"),
+        (
+            lambda d: d["cluster"]["hosts"][0]["device"].update(flops={}),
+            "flops: Dictionary should have at least 1 item",
+        ),
+        (lambda d: d["certificate"].update(gap=-1), "gap=-1, but fastest_s and bound leave "),
+        (lambda d: d["certificate"].update(bound=10), "bound <= fastest_s <= step_s; found 10 and "),
+        (lambda d: d["alternatives"][0].update(outcome="other"), "has the outcome 'other', which there is not"),
+    ],
+)
+def test_what_was_changed_in_a_plan_is_told(
+    change: Callable[[Any], None],
+    rule: str,
+    profile: Path,
+    tmp_path: Path,
+    found_plan: Plan,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = tmp_path / "plan.json"
+    found_plan.save(plan)
+    changed(plan, change)
+
+    assert run_plan("report", str(plan), "--model", str(profile), "-o", str(tmp_path / "page.html")) == 2
+
+    told = " ".join(capsys.readouterr().err.split())
+    assert rule.format(profile=profile) in told
+
+
+def test_a_plan_that_does_not_fit_is_shown_with_the_words(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.json"
+    some_plan(shard=2).save(plan)
+    changed(plan, lambda d: d["cluster"]["hosts"][0]["device"].update(memory=4e9))
+
+    assert run_plan("show", str(plan), "--model", str(profile)) == 0
+
+    assert "does not fit: the fullest GPU needs" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

@@ -271,6 +271,8 @@ def profile_of(
     document: Plan, plan_file: Path, model: str | None, waiting: terminal.Waiting, no_cache: bool
 ) -> ModelProfile:
     """The profile of a plan's model. Raises ValueError if it is not found, is not to be run, or has changed since."""
+    from ...planner.answers.check import unlike
+
     source = model_of(document, model)
     check_source(source, "--model says where the model, or its profile.json, is")
     if model is None and runs_foreign_code(document, plan_file):
@@ -284,4 +286,11 @@ def profile_of(
             f"{source} is not the model that {plan_file} was made for ({document.model.name}, fingerprint "
             f"{document.model.fingerprint[:12]}; found {profile.fingerprint[:12]}): plan again, or give --model"
         )
+    changed = unlike(document, profile)
+    if profile.seq_len != document.training.seq_len:
+        changed.insert(
+            0, f"seq_len is {document.training.seq_len}, and {source} has {profile.seq_len} tokens per sample"
+        )
+    if changed:
+        raise ValueError(f"{plan_file} breaks a limit: {changed[0]}; make it again with: plan MODEL -o {plan_file}")
     return profile

@@ -20,7 +20,7 @@ from ...planner.plan.document import Plan
 from ...planner.plan.not_run import marked
 from ...profiler.machine.cluster import Device
 from ...profiler.machine.instances import Instance
-from ...profiler.machine.units import GIB, format_count, format_seconds
+from ...profiler.machine.units import GIB, format_bytes, format_count, format_seconds
 from .report import (
     against_others,
     axis_rows,
@@ -246,6 +246,10 @@ def print_memory(console: Console, stages: Sequence["StageMemory"], margin: floa
     console.print(
         Text("  other: allocator reserve, CUDA context, communication buffers", style="dim"),
     )
+    over = max(stages, key=lambda stage: stage.over_bytes)
+    if over.over_bytes > 0:
+        words = f"needs {format_bytes(over.device_bytes)} and may use {format_bytes(over.budget_bytes)}"
+        console.print(Text(f"  does not fit: the fullest GPU {words}", style="bold red"))
     if band is not None:
         fullest = max(stages, key=lambda stage: stage.device_bytes / stage.budget_bytes).device_bytes
         low, high = band.around(fullest)

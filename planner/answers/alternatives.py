@@ -191,6 +191,8 @@ def restored(plan: Plan, found: Estimate, profile: ModelProfile) -> tuple[Candid
 
 
 def _restored(each: Alternative, plan: Plan, found: Estimate, profile: ModelProfile) -> Candidate:
+    if each.outcome not in {*VerdictKind}:
+        raise ValueError(f"an alternative of the plan has the outcome {each.outcome!r}, which there is not; plan again")
     verdict = Verdict(VerdictKind(each.outcome), each.detail, each.ratio, each.stage, each.over_bytes, each.note)
     if each.layout is None:
         return Candidate(each.label, None, None, verdict, by_rule=each.by_rule)

@@ -56,6 +56,12 @@ def violations(plan: Plan, profile: ModelProfile | None = None, *, to_run: bool 
     return found
 
 
+def unlike(plan: Plan, profile: ModelProfile) -> list[str]:
+    """What of a plan's layers and cuts is not as in the profile of its model, as where the document was changed; empty
+    if nothing is."""
+    return [*_covers(plan, profile), *_divides(plan, profile), *_unknown_parts(plan, profile)]
+
+
 def _structure(plan: Plan) -> list[str]:
     """Limits between the numbers of the document (Plan validates these when it is built; here for copies of it)."""
     found = []
@@ -67,9 +73,12 @@ def _structure(plan: Plan) -> list[str]:
     samples = plan.micro_batch * plan.num_microbatches * degrees.data
     if samples != plan.training.global_batch:
         found.append(f"a step takes {samples} samples, global_batch is {plan.training.global_batch}")
+    seen: dict[str, int] = {}
     for index, stage in enumerate(plan.stages):
-        if len({layer.name for layer in stage.layers}) != len(stage.layers):
-            found.append(f"stage {index} holds a layer twice")
+        for layer in stage.layers:
+            if layer.name in seen:
+                found.append(f"stage {index} holds layer {layer.name}, which stage {seen[layer.name]} holds")
+            seen.setdefault(layer.name, index)
     return found
 
 
@@ -161,7 +170,13 @@ def _runs(plan: Plan, profile: ModelProfile) -> list[str]:
     for layer, seen in zip(planned, profile.layers, strict=False):
         if layer.recompute != "none" and not can_recompute(profile, seen):
             rules.append(f"layer {layer.name} is not one module, or what goes into it is written over: no recompute")
-            continue
+    return [*(rule for rule in rules if rule is not None), *_unknown_parts(plan, profile)]
+
+
+def _unknown_parts(plan: Plan, profile: ModelProfile) -> list[str]:
+    rules = []
+    planned = (layer for stage in plan.stages for layer in stage.layers)
+    for layer, seen in zip(planned, profile.layers, strict=False):
         layer_class = profile.classes[seen.layer_class]
         unknown = unknown_parts(layer_class, layer.recompute)
         if unknown:
@@ -169,4 +184,4 @@ def _runs(plan: Plan, profile: ModelProfile) -> list[str]:
             rules.append(
                 f"layer {layer.name} has no part {unknown[0]} that can be run again by itself; its parts: {known}"
             )
-    return [rule for rule in rules if rule is not None]
+    return rules

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Sequence
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -186,6 +186,10 @@ class ModelReference(Frozen):
     batch: tuple[BatchTensor, ...] = Field(default=(), description="tensors of one sample, and where more samples go")
 
 
+_SAME = 1e-6
+"""Relative: steps that are the same but for rounding."""
+
+
 class Certificate(Frozen):
     """What was proven, by whom, and how far the proof reaches: of simulated steps, within the space searched."""
 
@@ -207,6 +211,16 @@ class Certificate(Frozen):
     def _all_counts_are_there(self) -> Self:
         if missing := {"total", "rejected", "pruned", "solved"} - self.shapes.keys():
             raise ValueError(f"shapes: {sorted(missing)[0]} is missing")
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_proven_follows(self) -> Self:
+        steps = self.bound, self.fastest_s, self.step_s
+        if any(later < earlier * (1 - _SAME) for earlier, later in pairwise(steps)):
+            raise ValueError(f"bound <= fastest_s <= step_s; found {' and '.join(f'{step:g}' for step in steps)}")
+        gap = 1 - self.bound / self.fastest_s
+        if abs(self.gap - gap) > _SAME:
+            raise ValueError(f"gap={self.gap:g}, but fastest_s and bound leave {gap:g}")
         return self
 
     @property

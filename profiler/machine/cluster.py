@@ -69,7 +69,7 @@ class Device(Frozen):
         default={}, description="the same by mesh axis, with what its collectives keep beside tensors, where measured"
     )
     fragmentation: float = Field(default=0.0, ge=0, le=10, description="reserved over allocated bytes, minus 1")
-    flops: dict[str, _Speed] = Field(description="dense peak FLOP/s by dtype: bf16, fp32, ...")
+    flops: dict[str, _Speed] = Field(min_length=1, description="dense peak FLOP/s by dtype: bf16, fp32, ...")
     matmul_efficiency: float = Field(gt=0, le=1, description="share of peak that a large matmul reaches")
     low_precision_efficiency: float = Field(
         default=0.5, gt=0, le=1, description="the same of a large fp8 or fp4 matmul, casts of its operands included"
