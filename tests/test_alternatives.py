@@ -16,7 +16,7 @@ from meshwright.executor.reporting.report import json_document
 from meshwright.executor.reporting.report_facts import gather
 from meshwright.executor.reporting.terminal import print_essentials
 from meshwright.planner.answers.alternatives import SHOWN, family, of_other_families, shown, trade
-from meshwright.planner.answers.landscape import weighed
+from meshwright.planner.answers.landscape import landscape, weighed
 from meshwright.planner.answers.search import SearchResult, search
 from meshwright.planner.answers.sweep import kind_in_words
 from meshwright.planner.cost.estimate import estimate
@@ -159,3 +159,15 @@ def test_a_list_is_priced_anew_where_the_plan_is_another_by_now(case: _Case) -> 
     again = weighed(case.saved, slower, case.profile, 0.0)
 
     assert again[0].verdict.ratio == pytest.approx(2.0)
+
+
+def test_no_layout_is_one_point_twice() -> None:
+    profile = small_profile()
+    result = search(profile, cluster_of(_H100, 1), TrainingSpec(global_batch=64, seq_len=profile.seq_len))
+    found, known = result.estimate, result.alternatives
+
+    others = landscape(result.plan, found, profile, known, 5.0)
+
+    plans = [each.plan for each in (*known, *others) if each.plan is not None and each.plan != result.plan]
+    assert len(plans) > 2
+    assert len({(plan.degrees, plan.micro_batch, plan.schedule, plan.stages) for plan in plans}) == len(plans)

@@ -116,6 +116,18 @@ def test_every_element_is_closed_and_every_reference_leads_somewhere(page: str) 
     assert {href.removeprefix("#") for href in elements.of("href")} <= set(ids)
 
 
+def test_what_a_screen_reader_hears_of_one_gpu_is_in_the_singular() -> None:
+    alone = report_page(gather(some_plan(micro_batches=1), small_profile(), seconds=0.0), "plan.json")
+
+    told = "; ".join(mark.text or "" for svg in pictures(alone) for mark in svg.iter(f"{SVG}desc"))
+
+    assert "10 layers on 1 stage" in told
+    assert "1 kind of hosts" in told
+    assert "rank 0: " in told
+    assert "of 1 micro-batch on 1 pipeline rank" in told
+    assert not re.findall(r"\b1 [a-z-]+s\b", told)
+
+
 def test_the_page_asks_the_network_for_nothing(page: str) -> None:
     elements = _Elements(page)
 

@@ -8,7 +8,7 @@ from ...planner.answers.explain import CAUSES
 from ...planner.answers.sensitivity import Shift
 from ...planner.answers.verdict import VerdictKind
 from ...planner.cost.estimate import Estimate
-from ...profiler.machine.units import GIB, format_bytes, format_seconds
+from ...profiler.machine.units import GIB, counted, format_bytes, format_seconds
 from .drawing import CAUSE_COLOURS, WIDTH, colour_of, cut, figure, legend, line, nice_step, rect, tag, text, ticks
 from .report_facts import Facts, front
 
@@ -81,7 +81,7 @@ def scatter(facts: Facts) -> str:
     marks.append(tag("path", d=_star(x, y, 11.0), class_="chosen", data_t=tip))
     marks.append(text(left, base + 36, "GiB on the fullest GPU", class_="note"))
     marks.append(text(left, top - 5, "step time", class_="note"))
-    description = f"the plan and {len(shown) - 1} alternatives; {len(best)} of them on the Pareto front"
+    description = f"the plan and {counted(len(shown) - 1, 'alternative')}; {len(best)} of them on the Pareto front"
     return figure("scatter", "Time against memory", description, WIDTH, base + 42, marks)
 
 

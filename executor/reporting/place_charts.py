@@ -6,6 +6,7 @@ from math import gcd
 
 from ...planner.cost.expert_place import expert_place
 from ...planner.plan.document import Axis, Plan, parts_in_words
+from ...profiler.machine.units import counted
 from .drawing import WIDTH, colour_of, cut, figure, legend, rect, stage_colour, tag, text
 from .report import collapse, gpus_of
 from .report_facts import Facts, HostPattern
@@ -42,7 +43,7 @@ def layer_strip(plan: Plan) -> tuple[str, str]:
         first += span
     if staged:
         marks.append(text(0, tall + 34, "stage of each layer, in the order of the model", class_="note"))
-    description = f"{len(layers)} layers on {len(plan.stages)} stages"
+    description = f"{counted(len(layers), 'layer')} on {counted(len(plan.stages), 'stage')}"
     picture = figure("layers", "The layers in order", description, WIDTH, tall + (40 if staged else 2), marks)
     return picture, "" if staged else legend(list(colours.items()))
 
@@ -89,7 +90,7 @@ def host_cards(facts: Facts) -> str:
         words = f"and {len(left)} more kinds, {hosts:,} hosts: see the map above and the table below"
         marks.append(text(0, height + 22, words, class_="note"))
         height += 28
-    description = f"{len(patterns)} kinds of hosts; each box is a GPU"
+    description = f"{counted(len(patterns), 'kind')} of hosts; each box is a GPU"
     return figure("hosts", "GPUs of each kind of host", description, WIDTH, height, marks)
 
 

@@ -3,7 +3,7 @@
 import json
 
 from ...planner.answers.explain import CAUSES
-from ...profiler.machine.units import GIB, format_bytes, format_seconds
+from ...profiler.machine.units import GIB, counted, format_bytes, format_seconds
 from .drawing import CAUSE_COLOURS, ITEM_COLOURS, WIDTH, colour_of, figure, legend, line, rect, text, ticks
 from .report_facts import Facts, collapsed, stage_of_event
 
@@ -74,7 +74,10 @@ def memory_bars(facts: Facts) -> tuple[str, str]:
         text(full + 5, 11, f"device {format_bytes(device)}", class_="tick"),
     ]
     marks.append(text(left, height + 30, "GiB on one GPU at its peak", class_="note"))
-    description = "; ".join(f"ranks {a} to {b}: {format_bytes(stage.device_bytes)}" for a, b, stage in rows[:8])
+    description = "; ".join(
+        f"{f'rank {a}' if a == b else f'ranks {a} to {b}'}: {format_bytes(stage.device_bytes)}"
+        for a, b, stage in rows[:8]
+    )
     picture = figure("memory", "Memory of one GPU by pipeline rank", description, WIDTH, height + 36, marks)
     return picture, legend([(name, colour_of(name, ITEM_COLOURS, names)) for name in names])
 
@@ -117,7 +120,10 @@ def timeline(facts: Facts) -> tuple[str, str]:
     for rank, (start, end) in enumerate(zip(played.passes_end_s, played.step_end_s, strict=True)):
         tip = f"{_PASS_NAMES['end']}|{format_seconds(end - start)} on rank {rank}"
         marks.append(rect(left + start * scale, top + rank * row, (end - start) * scale, bar, class_="o", data_t=tip))
-    description = f"{len(played.events)} passes of {played.num_microbatches} micro-batches on {ranks} pipeline ranks"
+    micro_batches = counted(played.num_microbatches, "micro-batch", "micro-batches")
+    description = (
+        f"{counted(len(played.events), 'pass', 'passes')} of {micro_batches} on {counted(ranks, 'pipeline rank')}"
+    )
     recomputes = any(layer.recompute != "none" for stage in plan.stages for layer in stage.layers)
     backward = ("backward of inputs" if zero_bubble else "backward") + (", with recompute" if recomputes else "")
     names = _PASS_NAMES | {"backward": backward}

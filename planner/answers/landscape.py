@@ -49,17 +49,20 @@ def landscape(
     plan: Plan, found: Estimate, profile: ModelProfile, known: tuple[Candidate, ...], seconds: float
 ) -> Iterator[Candidate]:
     """What frameworks lead to, then other tensor and pipeline degrees, nearest first, each with its best choices; and
-    the plan's own degrees with less memory. Layouts of the plan and of those known are left out.
+    the plan's own degrees with less memory. Layouts of the plan and of those known are left out, there what is known.
 
     seconds: how long other degrees are priced; frameworks are in any case.
     """
     explorer, deadline = Explorer(profile, plan.cluster, plan.training), time.monotonic() + seconds
     layouts = {shape_of(plan).layout} | {shape_of(each.plan).layout for each in known if each.plan is not None}
     labels = {each.label for each in known}
+    seen = {_identity(each) for each in (plan, *(each.plan for each in known)) if each is not None}
     for rule in named_rules(plan.cluster, profile):
         candidate = _beside(followed(explorer, rule, deadline), plan, found)
         new = candidate.plan is None or shape_of(candidate.plan).layout not in layouts
         if rule.name not in labels and new:
+            if candidate.plan is not None:
+                seen.add(_identity(candidate.plan))
             yield candidate
         if candidate.plan is not None:
             layouts.add(shape_of(candidate.plan).layout)
@@ -69,8 +72,8 @@ def landscape(
         other = best_of(explorer, pins, deadline)
         if other is not None and shape_of(other[0]).layout not in layouts:
             layouts.add(shape_of(other[0]).layout)
+            seen.add(_identity(other[0]))
             yield _named(*other, found)
-    seen = {_identity(plan)}
     for margin in LEANER:
         training = plan.training.model_copy(update={"memory_margin": margin})
         other = best_of(Explorer(profile, plan.cluster, training), _degrees_of(plan), deadline)

@@ -63,9 +63,14 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def counted(count: int, noun: str, nouns: str | None = None) -> str:
+    """So many of something for people: 1 layer, 1,024 layers. nouns: of several, where an s does not do."""
+    return f"{count:,} {noun if count == 1 else nouns or f'{noun}s'}"
+
+
 def gpus_in_words(count: int) -> str:
     """So many GPUs for people: 1 GPU, 1,024 GPUs."""
-    return f"{count:,} GPU{'' if count == 1 else 's'}"
+    return counted(count, "GPU")
 
 
 def format_dollars(amount: float) -> str:
