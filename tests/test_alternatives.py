@@ -16,16 +16,20 @@ from meshwright.executor.reporting.report import json_document
 from meshwright.executor.reporting.report_facts import gather
 from meshwright.executor.reporting.terminal import print_essentials
 from meshwright.planner.answers.alternatives import SHOWN, family, of_other_families, shown, trade
+from meshwright.planner.answers.candidate import Candidate
 from meshwright.planner.answers.landscape import landscape, weighed
 from meshwright.planner.answers.search import SearchResult, search
 from meshwright.planner.answers.sweep import kind_in_words
+from meshwright.planner.answers.verdict import Verdict, VerdictKind
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.shape import Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import ClusterSpec, cluster_of, load_device
 from meshwright.profiler.model.model_profile import ModelProfile
 from support import slow
 from support.cli import small_profile
+from support.exported import PROFILE, planned
 
 _H100, _A100 = load_device("h100-80gb"), load_device("a100-40gb")
 _SLOW_NETWORK = _A100.network.model_copy(update={"bandwidth": 1e9})
@@ -171,3 +175,19 @@ def test_no_layout_is_one_point_twice() -> None:
     plans = [each.plan for each in (*known, *others) if each.plan is not None and each.plan != result.plan]
     assert len(plans) > 2
     assert len({(plan.degrees, plan.micro_batch, plan.schedule, plan.stages) for plan in plans}) == len(plans)
+
+
+@pytest.mark.parametrize(
+    ("shards", "needs"),
+    [(8, ("without context parallelism",)), (1, ("without context parallelism", "state not sharded"))],
+)
+def test_context_ranks_shard_the_state_as_well(shards: int, needs: tuple[str, ...]) -> None:
+    over_context = planned(Shape(1, 1, 1, 1, 1, 8, context=8, context_kind="ring"))
+    beside = planned(Shape(8 // shards, shards, 1, 1, 1, 1))
+    found = estimate(beside, PROFILE)
+    candidate = Candidate("beside", beside, found, Verdict(VerdictKind.SLOWER), found.step_time_s)
+
+    told = trade(candidate, over_context, estimate(over_context, PROFILE))
+
+    assert told is not None
+    assert told.needs == needs

@@ -80,8 +80,9 @@ def _needs(other: Plan, plan: Plan) -> Iterable[str]:
         has, had = getattr(other.degrees, name) > 1, getattr(plan.degrees, name) > 1
         if has != had:
             yield f"{'with' if has else 'without'} {words}"
-    if (other.degrees.data_shard > 1) != (plan.degrees.data_shard > 1):
-        yield "state sharded" if other.degrees.data_shard > 1 else "state not sharded"
+    shards, shards_here = other.degrees.sharded_over > 1, plan.degrees.sharded_over > 1
+    if shards != shards_here:
+        yield "state sharded" if shards else "state not sharded"
     again, again_here = _recomputed(other), _recomputed(plan)
     if again != again_here:
         yield f"{again} recomputed" if again else "nothing recomputed"
