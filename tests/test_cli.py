@@ -666,6 +666,22 @@ def test_a_picture_of_what_is_printed_is_refused_before_the_search(
     assert not Path("plan.json").exists()
 
 
+@pytest.mark.parametrize("columns", ["20", "40", "79", "500"])
+def test_numbers_are_whole_on_terminals_of_any_width(
+    saved: str, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert run_plan(saved, "--gpus", "4", "--device", "h100-80gb", "-b", "16", "-v") == 0
+    told = capsys.readouterr().out
+
+    document = load_plan(Path("plan.json"))
+
+    assert document.prediction is not None
+    assert re.search(rf"\b{max(document.prediction.stage_memory_bytes) / 2**30:.1f} ", told)
+    assert "…" not in told
+    assert max(map(len, told.splitlines())) <= 120
+
+
 def test_a_model_taken_for_a_plan_is_not_to_be_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,9 @@ _ITEMS = ("parameters", "gradients", "optimizer", "gathered", "activations", "tr
 _WIDE = 100
 """Columns of a terminal in which memory is shown beside device and budget of each stage, where they differ."""
 
+_NARROWEST, _WIDEST = 80, 120
+"""Columns that are drawn in."""
+
 _HEADINGS = ("params", "grads", "optim", "gathered", "activ", "transient")
 _BRIEF_CAUSES = {"recompute": "again", "optimizer": "optim", "pipeline": "pipe"}
 """Headings of causes in a terminal of 80 columns, where set-ups need room for their names."""
@@ -55,11 +58,13 @@ _QUIET_SECONDS = 1.0
 
 
 def make_console(*, stderr: bool = False, record: bool = False) -> Console:
-    """Console that is plain when piped and never wider than 120 columns. Words are what they are: names of a user's
-    modules may look like markup."""
+    """Console that is plain when piped, never wider than 120 columns, and for answers of at least 80: a narrower
+    terminal breaks lines itself, where tables would lose digits. Words are what they are: names of a user's modules may
+    look like markup."""
     console = Console(stderr=stderr, highlight=False, record=record, markup=False, emoji=False)
-    if console.width > 120:
-        console.width = 120
+    narrowest = 1 if stderr else _NARROWEST  # of the bar, which is drawn over itself
+    if not narrowest <= console.width <= _WIDEST:
+        console.width = max(narrowest, min(console.width, _WIDEST))
     return console
 
 
