@@ -570,7 +570,8 @@ def load(
         from ..profiler.model.load import load_model
 
         source = inputs.model_of(document, str(model))
-        inputs.check_source(source, "--model says where the model is")
+        if json_kind(inputs.check_source(source, "--model says where the model is")) == "meshwright-profile":
+            raise ValueError(f"plan verify runs the model, and {source} is only its profile: give the model itself")
         return load_model(source, document.training.seq_len)
 
     return Planned(document, of_model, model=None if model is None else itself, source=str(path))

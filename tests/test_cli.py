@@ -556,6 +556,20 @@ def test_verify_reports_and_its_exit_code_says_whether_numbers_agree(
     assert "loss agrees [within 1e-4]" in capsys.readouterr().out
 
 
+def test_verify_of_a_profile_says_that_it_is_one(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    some_plan(shard=2).save(Path("plan.json"))
+
+    assert run_plan("verify", "plan.json", "--model", saved) == 2
+
+    assert f"plan verify runs the model, and {saved} is only its profile" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_device_file_is_refused_by_the_name_of_its_flag(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan("tune", saved, "--gpus", "2", "--device-output", "device.json") == 2
+
+    assert "--device-output device.json: a device file ends in .toml" in " ".join(capsys.readouterr().err.split())
+
+
 def test_notes_that_say_the_same_of_several_modules_are_joined() -> None:
     notes = [
         "a.0: not cut, it does not run (has 4, not 2)",

@@ -114,7 +114,7 @@ def _tune_command(
     device_file = device_output or output.with_name("device.toml")
     page_file = report or output.with_name("tune.html")
     check_document(output, "meshwright-plan")
-    check_device_output(device_file)
+    check_device_output(device_file, "--device-output")
     if job.machine.device is not None and Path(job.machine.device).resolve() == device_file.resolve():
         raise ValueError(f"--device {job.machine.device} would be written over: give --device-output another name")
     check_writable(page_file, "--report", ".html")

@@ -40,19 +40,21 @@ def check_replaceable(path: Path, flag: str, kind: str, mark: str) -> None:
         raise ValueError(f"{flag} {path} exists and is no {kind}, so it is not replaced: choose another name")
 
 
-def check_device_output(path: Path) -> None:
-    """Raises ValueError if a device file cannot be written there, or would replace something else."""
+def check_device_output(path: Path, flag: str = "-o") -> None:
+    """Raises ValueError that names the flag if a device file cannot be written there, or would replace something
+    else."""
     if path.suffix != ".toml":
         raise ValueError(
-            f"-o {path}: a device file ends in .toml, so that --device finds it; for example -o device.toml"
+            f"{flag} {path}: a device file ends in .toml, so that --device finds it; for example {flag} device.toml"
         )
     if path.is_dir() or not path.parent.is_dir():
         found = "is a folder" if path.is_dir() else f"lies in no folder: {path.parent} does not exist"
-        raise ValueError(f"-o {path} {found}; give a file name in a folder that exists")
+        raise ValueError(f"{flag} {path} {found}; give a file name in a folder that exists")
     if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"-o {path}: {path.parent} may not be written to; choose another folder")
+        raise ValueError(f"{flag} {path}: {path.parent} may not be written to; choose another folder")
     if path.exists():
         try:
             Device.model_validate(tomllib.loads(path.read_text()))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError):
-            raise ValueError(f"{path} exists and is no device file, so it is not replaced: choose another -o") from None
+            rule = f"{path} exists and is no device file, so it is not replaced: choose another {flag}"
+            raise ValueError(rule) from None
