@@ -48,7 +48,7 @@ class _FakeMode(FakeTensorMode):
         if func in _CTC:
             with self:
                 return _ctc_like(args[0], args[1])
-        output = super().dispatch(func, types, args, kwargs)
+        output = super().dispatch(func, types, args, kwargs or {})
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, FakeTensor) and leaf.constant is not None]
         if made and any(leaf.constant is None for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)):
             for leaf in made:
