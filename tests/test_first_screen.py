@@ -15,9 +15,11 @@ from meshwright.planner.answers.verdict import Verdict, VerdictKind
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.document import Plan, Prediction
 from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.shape import Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import ClusterSpec, cluster_of, load_device
 from support.cli import run_plan, small_profile, some_plan
+from support.exported import planned
 
 GIB = 2.0**30
 
@@ -109,6 +111,12 @@ def test_what_everybody_calls_zero_1_is_called_so(sync: str, name: str) -> None:
     assert choice_in_words(plan).startswith(f"{name} over 4, micro-batch 1 x 4")
     assert "FSDP" not in choice_in_words(plan)
     assert name in work_in_words(plan)
+
+
+def test_stages_of_one_layer_each_are_of_one_layer() -> None:
+    alone = planned(Shape(1, 1, 1, 8, 1, 8, schedule="gpipe"), (2, *[1] * 6, 2))
+
+    assert "8 pipeline stages of 1 layer;" in work_in_words(alone)
 
 
 def test_a_cause_larger_than_the_difference_is_told_with_what_offsets_it() -> None:

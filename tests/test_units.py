@@ -3,6 +3,7 @@
 import pytest
 
 from meshwright.profiler.machine.units import (
+    counted,
     format_bytes,
     format_count,
     format_flops_per_s,
@@ -83,3 +84,8 @@ def test_what_is_printed_can_be_read_again(num_bytes: float) -> None:
 @pytest.mark.parametrize(("count", "words"), [(1, "1 GPU"), (2, "2 GPUs"), (1024, "1,024 GPUs")])
 def test_one_gpu_is_not_gpus(count: int, words: str) -> None:
     assert gpus_in_words(count) == words
+
+
+@pytest.mark.parametrize(("count", "words"), [(0, "0 passes"), (1, "1 pass"), (1200, "1,200 passes")])
+def test_what_is_counted_is_one_or_several(count: int, words: str) -> None:
+    assert counted(count, "pass", "passes") == words

@@ -11,7 +11,7 @@ from rich.console import Console
 from ...planner.plan.document import Plan, load_plan
 from ...planner.plan.pin_texts import read_pins
 from ...profiler.machine.cluster import ClusterSpec, cluster_of
-from ...profiler.machine.units import format_seconds, gpus_in_words
+from ...profiler.machine.units import counted, format_seconds, gpus_in_words
 from ...profiler.model.model_profile import ModelProfile
 from .. import api
 from ..reporting import terminal
@@ -120,7 +120,7 @@ def _replan_command(
     before_words = f"{gpus_in_words(before.degrees.num_devices)}, {before.label}"
     now_words = f"{gpus_in_words(result.plan.degrees.num_devices)}, {result.plan.label}"
     console.print(
-        f"{before.model.name} after {progress.steps:,} steps: {before_words} -> {now_words}; global batch "
+        f"{before.model.name} after {counted(progress.steps, 'step')}: {before_words} -> {now_words}; global batch "
         f"{before.training.global_batch} as before",
         markup=False,
     )
@@ -151,7 +151,7 @@ def _print_ways(console: Console, speeds: "HostSpeeds", ways: "WaysOn") -> None:
     rows = [(stay.what, stay.layout, str(stay.num_devices), format_seconds(speeds.step_s), "")]
     for way in others:
         step = "no plan" if way.step_s is None else format_seconds(way.step_s)
-        after = "never" if way.pays_after is None else f"{way.pays_after:,.0f} steps"
+        after = "never" if way.pays_after is None else counted(round(way.pays_after), "step")
         rows.append((way.what, way.layout, str(way.num_devices), step, after))
     notes = [
         "steps: measured of the plan as it is, of the others as long beside it as they are predicted to be",

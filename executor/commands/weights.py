@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ...profiler.machine.units import counted
 from ..reporting import terminal
 from ..state.checkpoint_folder import latest_checkpoint, read_progress
 from . import options
@@ -65,5 +66,7 @@ def _weights_command(
         return
     console = terminal.make_console()
     terminal.print_next(
-        console, [f"{output}: {len(files.files)} files of the weights after {progress.steps:,} steps"], []
+        console,
+        [f"{output}: {counted(len(files.files), 'file')} of the weights after {counted(progress.steps, 'step')}"],
+        [],
     )

@@ -103,7 +103,8 @@ def work_in_words(plan: Plan) -> str:
         layers = f"{min(sizes)}" if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
         layers = f"{sizes[0]} and {sizes[1]}" if len(sizes) == 2 and sizes[0] != sizes[1] else layers
         chunks = f", in {degrees.virtual_stages} pieces each" if degrees.virtual_stages > 1 else ""
-        parts.append(f"{degrees.pipeline} pipeline stages of {layers} layers{chunks}")
+        noun = "layer" if max(sizes) == 1 else "layers"
+        parts.append(f"{degrees.pipeline} pipeline stages of {layers} {noun}{chunks}")
     if degrees.tensor > 1:
         parts.append(f"each layer cut over {degrees.tensor} GPUs")
     if degrees.context > 1:

@@ -11,7 +11,7 @@ from ...planner.cost.expert_place import expert_group
 from ...planner.plan.document import CONTEXT_NAMES, Certificate, GroupAxis, LayerPlan, Plan, parts_in_words, parts_of
 from ...planner.plan.layer_counts import layers_of_plan, parts_kinds, recompute_shares
 from ...planner.plan.not_run import not_run
-from ...profiler.machine.units import GIB, format_count, format_seconds
+from ...profiler.machine.units import GIB, counted, format_count, format_seconds
 
 if TYPE_CHECKING:
     from ...planner.answers.candidate import Candidate
@@ -37,7 +37,7 @@ def choice_in_words(plan: Plan) -> str:
     of_parts = {parts_in_words(kind): share for kind, share in recompute_shares(plan, parts_kinds(plan)).items()}
     if len(of_parts) > _MOST_PARTS:
         recomputed = sum(bool(parts_of(layer.recompute)) for layer in layers)
-        of_parts = {f"parts in {len(of_parts)} ways": f"{recomputed} layers"}
+        of_parts = {f"parts in {len(of_parts)} ways": counted(recomputed, "layer")}
     parts += [f"recompute of {names} in {share}" for names, share in of_parts.items()]
     away = sum(layer.offload for layer in layers)
     parts += [f"activations of {away} of {len(layers)} layers in host memory"] if away else []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...planner.plan.document import Plan
-from ...profiler.machine.units import format_bytes, format_seconds
+from ...profiler.machine.units import counted, format_bytes, format_seconds
 from ..measuring.measurement import quantile
 from ..run_document import RunRestart, RunStep, load_restarts, load_run
 from ..tuning.rounds import START_S
@@ -41,7 +41,7 @@ class Switching:
         lost = ""
         if self.lost_steps:
             took = "" if self.step_s is None else f", {format_seconds(self.lost_steps * self.step_s)}"
-            lost = f", and {self.lost_steps:,} steps since the checkpoint again{took}"
+            lost = f", and {counted(self.lost_steps, 'step')} since the checkpoint again{took}"
         return (
             f"switching costs about {format_seconds(self.seconds)}: {format_seconds(self.start_s)} to start, "
             f"{format_seconds(self.load_s)} to read the checkpoint ({self.source}){lost}"
@@ -117,7 +117,7 @@ def pays_after(before_s: float, now_s: float, cost: Switching | None, measured: 
         return f"it does not pay: {beside}"
     if cost is None:
         return f"it would bring {format_seconds(gain_s)} a step: {beside}"
-    return f"it pays after {cost.seconds / gain_s:,.0f} steps: {beside}"
+    return f"it pays after {counted(round(cost.seconds / gain_s), 'step')}: {beside}"
 
 
 def restart_of(run: Path) -> RunRestart | None:

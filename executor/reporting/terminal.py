@@ -20,7 +20,7 @@ from ...planner.plan.document import Plan
 from ...planner.plan.not_run import marked
 from ...profiler.machine.cluster import Device
 from ...profiler.machine.instances import Instance
-from ...profiler.machine.units import GIB, format_bytes, format_count, format_seconds
+from ...profiler.machine.units import GIB, counted, format_bytes, format_count, format_seconds
 from .report import (
     against_others,
     axis_rows,
@@ -371,7 +371,8 @@ def print_measured_plan(console: Console, plan: Plan) -> None:
     if found is not None:
         fitted = "" if plan.prediction is None else f", {format_seconds(plan.prediction.step_time_s)} after the fit"
         told = (
-            f"{format_seconds(found.step_time_s)} ±{found.spread:.1%}, {found.num_steps} steps in {found.turns} turns "
+            f"{format_seconds(found.step_time_s)} ±{found.spread:.1%}, {counted(found.num_steps, 'step')} in "
+            f"{counted(found.turns, 'turn')} "
             f"(predicted {format_seconds(found.predicted_before_s)} before{fitted})"
         )
         console.print(hanging("tuned", Text(told), "cyan"))

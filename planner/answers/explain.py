@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from ...profiler.machine.units import format_bytes, format_seconds
+from ...profiler.machine.units import counted, format_bytes, format_seconds
 from ..cost.estimate import Estimate
 from ..cost.software import load_software
 from ..cost.stage_models import stage_kinds
@@ -145,7 +145,7 @@ def _why_on_kinds(plan: Plan, found: Estimate) -> Iterator[str]:
         name = cluster.kind_names[kind]
         stages, layers = held.get(name, (0, 0))
         held[name] = stages + 1, layers + blocks_at(plan, position)
-    parts = (f"{layers} layers in {n} stage{'s' if n > 1 else ''} on {name}" for name, (n, layers) in held.items())
+    parts = (f"{counted(layers, 'layer')} in {counted(n, 'stage')} on {name}" for name, (n, layers) in held.items())
     yield f"each stage is on one kind of device: {', '.join(parts)}"
 
 
