@@ -517,7 +517,8 @@ def plan(
     time_limit: seconds the search may take. cache: use the profile that was kept of an unchanged model.
     progress: show a bar on stderr.
 
-    Raises ValueError for bad input and InfeasibleError where nothing fits, each with a way out, as the command does.
+    Raises ValueError for bad input, InfeasibleError where nothing fits, and another RuntimeError where no plan was
+    found in time, each with a way out, as the command does.
     """
     known, file = (cluster, None) if isinstance(cluster, ClusterSpec) else (None, cluster)
     if known is not None and any(each is not None for each in (gpus, device, gpus_per_node, instance, nodes)):

@@ -556,6 +556,22 @@ def test_verify_reports_and_its_exit_code_says_whether_numbers_agree(
     assert "loss agrees [within 1e-4]" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["plan", "report", "sweep", "compare"])
+def test_quiet_leaves_out_tables_where_it_says_so(saved: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ("--gpus", "2", "--device", "h100-80gb", "-b", "8", "--time-limit", "2")
+    assert run_plan(saved, *machine, "-q") == 0
+    told = capsys.readouterr().out
+    if command != "plan":
+        given = ("plan.json", "--model", saved) if command == "report" else (saved, *machine)
+        assert run_plan(command, *given, "-q") == 0
+        told = capsys.readouterr().out
+
+    flags = typer.main.get_command(cli.SUBCOMMANDS[command]).params
+
+    (quiet,) = (flag for flag in flags if flag.name == "quiet")
+    assert ("no tables" in str(getattr(quiet, "help", ""))) == ("───" not in told)
+
+
 def test_verify_of_a_profile_says_that_it_is_one(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
     some_plan(shard=2).save(Path("plan.json"))
 

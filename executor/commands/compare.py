@@ -71,7 +71,7 @@ def _compare_command(
     ] = None,
     as_json: options.Json = False,
     no_cache: options.NoCache = False,
-    quiet: options.Quiet = False,
+    quiet: options.QuietBar = False,
 ) -> None:
     """Set the plan beside manual set-ups: predicted time, memory and verdict; with --measure, measured times too.
 

@@ -41,7 +41,7 @@ def _explain_command(
     time_limit: options.TimeLimit = 60.0,
     as_json: options.Json = False,
     no_cache: options.NoCache = False,
-    quiet: options.Quiet = False,
+    quiet: options.QuietBar = False,
 ) -> None:
     """Say why the plan is what it is: the questions people are told to ask, answered with this model's numbers.
 

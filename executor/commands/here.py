@@ -117,7 +117,7 @@ def _verify_command(
         int, typer.Option("--steps", metavar="N", parser=options.whole_number, help="optimizer steps to compare")
     ] = 3,
     as_json: options.Json = False,
-    quiet: options.Quiet = False,
+    quiet: options.QuietBar = False,
 ) -> None:
     """Run PLAN on processes of this machine beside one process: same loss, gradients and parameters, or the first
     tensor that differs. A small version of the model is used where there is one."""

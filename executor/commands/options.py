@@ -291,6 +291,8 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON document and 
 NoCache = Annotated[bool, typer.Option("--no-cache", help="profile anew, even if nothing has changed; keep nothing")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="everything: all tables, and what was weighed")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no tables, no progress bar")]
+QuietBar = Annotated[bool, typer.Option("--quiet", "-q", help="no progress bar")]
+"""Of commands whose tables are the answer."""
 
 
 @dataclass(frozen=True)

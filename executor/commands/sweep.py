@@ -65,7 +65,7 @@ def _sweep_command(
     ] = None,
     as_json: options.Json = False,
     no_cache: options.NoCache = False,
-    quiet: options.Quiet = False,
+    quiet: options.QuietBar = False,
 ) -> None:
     """Plan MODEL at every number of GPUs and sequence length: step time, cost, and where the kind of plan changes.
 

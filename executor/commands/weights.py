@@ -32,7 +32,7 @@ def _weights_command(
     ] = None,
     file_size: Annotated[float, typer.Option("--file-size", metavar="GB", min=1e-6, help="of a file, at most")] = 5.0,
     as_json: options.Json = False,
-    quiet: options.Quiet = False,
+    quiet: options.QuietBar = False,
 ) -> None:
     """Write the weights of CHECKPOINT as Hugging Face stores them: safetensors with an index, a tensor at a time."""
     if dtype is not None and dtype not in _DTYPES:
