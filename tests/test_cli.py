@@ -171,6 +171,8 @@ BAD_INPUT = [
     (["--gpus", "10000000000"], "10,000,000,000 devices; a plan is for at most 10,000,000"),
     ([], "no GPU here, so say how many"),
     (["--gpus", "8", "--device", "h100-8gb"], "unknown device 'h100-8gb': did you mean h100-80gb"),
+    (["--gpus", "8", "--device", "none.toml"], "no such device file: none.toml; `plan devices` lists the presets"),
+    (["--gpus", "8", "--device", "@"], "unknown device '@': `plan devices` lists all"),
     (["--gpus", "8", "--gpus-per-node", "3"], "8 GPUs do not fill hosts of 3"),
     (["--gpus", "8", "--cluster", "none.toml"], "no such file: none.toml"),
     (["--cluster", "none.toml", "--device", "cpu"], "leave out --device"),
@@ -570,6 +572,12 @@ def test_quiet_leaves_out_tables_where_it_says_so(saved: str, command: str, caps
 
     (quiet,) = (flag for flag in flags if flag.name == "quiet")
     assert ("no tables" in str(getattr(quiet, "help", ""))) == ("───" not in told)
+
+
+def test_a_plan_may_go_nowhere(saved: str) -> None:
+    assert run_plan(saved, "--gpus", "2", "--device", "h100-80gb", "-b", "8", "-q", "-o", "/dev/null") == 0
+
+    assert not Path("plan.json").exists()
 
 
 def test_verify_of_a_profile_says_that_it_is_one(saved: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,13 +23,14 @@ def json_kind(path: Path) -> str | None:
 
 
 def check_document(path: Path | None, kind: str) -> None:
-    """Raises ValueError if writing `path` is impossible or would replace a file that is not of this kind."""
+    """Raises ValueError if writing `path` is impossible or would replace a file that is not of this kind. What is no
+    file, as /dev/null or a pipe, is written to."""
     if path is None:
         return
     if path.is_dir() or not path.parent.is_dir():
         found = "is a folder" if path.is_dir() else f"lies in no folder: {path.parent} does not exist"
         raise ValueError(f"-o {path} {found}; give a file name in a folder that exists")
-    if path.exists():
+    if path.is_file():
         try:
             found_kind = json_kind(path)
         except ValueError:

@@ -22,6 +22,10 @@ LEAST_S = 1.0
 """The same, at least."""
 
 
+_NEARLY_ALL = 0.99
+"""Share of GPU time beyond which no digits are told: no 100% is saved."""
+
+
 @dataclass(frozen=True)
 class Fewer:
     """The fewest GPUs, halved again and again, that nearly do what all of them do. ratio: their step over that of all,
@@ -38,9 +42,10 @@ class Fewer:
         if self.ratio <= 0:
             does, slower = "would do as well", f"{-self.ratio:.1%} less"
         cheaper = 1 - self.num_devices / self.of * (1 + self.ratio)
+        saved = f"{cheaper:.0%}" if cheaper < _NEARLY_ALL else f"over {_NEARLY_ALL:.0%}"
         return (
             f"{self.num_devices:,} of the {self.of:,} GPUs {does}: {format_seconds(self.step_time_s)} a step, "
-            f"{slower}, with {self.layout}, and {cheaper:.0%} less GPU time a sample (--gpus {self.num_devices})"
+            f"{slower}, with {self.layout}, and {saved} less GPU time a sample (--gpus {self.num_devices})"
         )
 
 

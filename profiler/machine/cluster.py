@@ -388,13 +388,15 @@ def load_device(name_or_path: str) -> Device:
     path = HARDWARE_FOLDER / f"{name_or_path.lower()}.toml"
     if not path.exists():
         path = Path(name_or_path)
-        if path.suffix != ".toml" or not path.exists():
+        if path.suffix == ".toml" and not path.exists():
+            raise ValueError(f"no such device file: {path}; `plan devices` lists the presets, which go by their names")
+        if path.suffix != ".toml":
             wanted, names = name_or_path.lower(), device_names()
-            near = [name for name in names if name.startswith(wanted)]
-            near = near or difflib.get_close_matches(wanted, names, n=3, cutoff=0.3) or names
+            near = [name for name in names if wanted and name.startswith(wanted)]
+            near = near or difflib.get_close_matches(wanted, names, n=3, cutoff=0.3)
+            meant = f"did you mean {', '.join(near)}? " if near else ""
             raise ValueError(
-                f"unknown device {name_or_path!r}: did you mean {', '.join(near)}? "
-                "`plan devices` lists all; a path to a device TOML works too"
+                f"unknown device {name_or_path!r}: {meant}`plan devices` lists all; a path to a device TOML works too"
             )
     return _validated(Device, _read_toml(path), str(path))
 
