@@ -123,6 +123,8 @@ def _branching(root: nn.Module) -> str:
 
 def _runs(module: nn.Module) -> bool:
     """Whether it has a forward: lists and dicts of modules have none, nor have other classes that only hold some."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
