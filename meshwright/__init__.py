@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .executor.api import plan as plan
     from .executor.api import profile as profile
     from .executor.api import sweep as sweep
+    from .executor.state.weights import Weights as Weights
     from .executor.trainer import Metrics as Metrics
     from .executor.trainer import Trainer as Trainer
     from .executor.trainer import parallelize as parallelize
@@ -42,6 +43,7 @@ _HOME = {
     "Planned": "executor.api",
     "Trainer": "executor.trainer",
     "TrainingSpec": "planner.plan.training",
+    "Weights": "executor.state.weights",
     "devices": "executor.api",
     "load": "executor.api",
     "parallelize": "executor.trainer",

@@ -25,7 +25,7 @@ def planned() -> mw.Planned:
 
 
 def test_every_name_is_there_and_is_the_one_below() -> None:
-    assert len(mw.__all__) == len(set(mw.__all__)) == 16
+    assert len(mw.__all__) == len(set(mw.__all__)) == 17
     for name in mw.__all__:
         assert getattr(mw, name) is not None
     assert mw.Plan.model_fields["kind"].default == "meshwright-plan"
