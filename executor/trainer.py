@@ -79,7 +79,7 @@ from .state.extra_state import Stateful
 from .state.initialise import empty_values
 from .state.run_state import ModelState, State
 from .state.weight_files import WeightFormat
-from .state.weights import Loading, Weights, refuse_whole_weights
+from .state.weights import Loading, Weights, refuse_no_weights, refuse_whole_weights
 from .telemetry import ComputedSeconds, Telemetry
 from .torch_compat import accelerator, data_parallel, forget_groups, remove_replication
 from .watch import GRACE_S, HANG_S, LONGER, Watch, watched
@@ -219,6 +219,8 @@ def parallelize(
             loading.fill(ModelState(model, plan, mesh).model_boxes())
         for name, parameter in model.parameters.items():
             keep_attributes(parameter, attributes[name])
+        if plan.degrees.num_devices > 1:
+            refuse_no_weights(model.module)
         if plan.degrees.pipeline > 1 or model.is_divided:
             refuse_whole_weights(model.module)
         trainer = Trainer(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, default_collate
 
 from meshwright.executor import parallelize
@@ -24,6 +25,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "ddp": {"replicate": 2},
     "tensor": {"tensor": 2},
     "pipeline": {"stages": (2, 2)},
+    "interleaved": {"stages": (1, 1, 1, 1), "virtual_stages": 2, "schedule": "interleaved"},
     "shards": {"shard": 2},
 }
 
@@ -133,7 +135,33 @@ def whole_weights(plan: str, strict: bool = False) -> None:
 
 def own_weights(plan: str) -> None:
     model = trainer_of(plan).model
-    model.load_state_dict(model.state_dict())
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(kept)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
+
+
+def weights_of_the_first_rank(plan: str) -> None:
+    trainer = trainer_of(plan)
+    found = trainer.full_state_dict()
+    if trainer.mesh.rank == 1:
+        trainer.model.load_state_dict(found, strict=False)
+    raise ValueError("rank 0 has them")
+
+
+def copied(plan: str) -> None:
+    """Averages of weights begin with a copy of the model."""
+    trainer = trainer_of(plan)
+    shares = trainer.loader(samples())
+    trainer.step(next(shares))
+    average = AveragedModel(trainer.model)
+    trainer.step(next(shares))
+    average.update_parameters(trainer.model)
+    now, kept = trainer.model.state_dict(), average.module.state_dict()
+    assert {name: tensor.tolist() for name, tensor in kept.items()} == {name: t.tolist() for name, t in now.items()}
+    assert not any(kept[name].data_ptr() == tensor.data_ptr() for name, tensor in now.items())
 
 
 def hooked_late(plan: str) -> None:
@@ -161,6 +189,7 @@ EVERY: dict[str, list[tuple[Act, str]]] = {
         (another_head, r"would not be trained"),
         (by_hand, r"optimizer.step\(\) was called by hand"),
         (lambda plan: whole_weights(plan, strict=True), r"nothing"),
+        (weights_of_the_first_rank, r"given nothing on this rank|rank 0 has them"),
     ],
     "tensor": [
         (own_samples, r"ranks 0 and 1 work on the same samples, but batch\[0\] holds other numbers"),
@@ -176,6 +205,12 @@ EVERY: dict[str, list[tuple[Act, str]]] = {
         (by_hand, r"trainer.step"),
         (whole_weights, r"given tokens.weight of \[30, 16\], but .* parallelize\(weights=...\)"),
         (own_weights, r"nothing"),
+        (copied, r"nothing"),
+    ],
+    "interleaved": [
+        (whole_weights, r"given .* but this rank holds a part .* copies of trainer.model.state_dict\(\) go back"),
+        (own_weights, r"nothing"),
+        (copied, r"nothing"),
     ],
     "shards": [(hooked, r"tokens.weight was given a hook .* which sharded gradients never call")],
 }

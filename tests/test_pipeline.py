@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -518,6 +518,19 @@ def test_a_stage_holds_its_own_parameters_and_nothing_else() -> None:
     assert names == parameters_of_stages(whole, plan)
     for stage in stages:
         assert all(not isinstance(t, torch.Tensor) or t.is_meta for m in stage.modules() for t in vars(m).values())
+
+
+def test_a_copy_of_a_stage_has_its_numbers_and_nothing_that_runs() -> None:
+    loaded = load("mlp")
+    stage = StageModule(loaded.build(), plan_with("mlp", [1]), 0, loaded.loss)
+    stage.register_forward_pre_hook(partial(print, torch))  # which cannot be copied
+
+    copied = copy.deepcopy(stage)
+
+    given, found = stage.state_dict(), copied.state_dict()
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {n: t.tolist() for n, t in given.items()}
+    assert not any(found[name].data_ptr() == tensor.data_ptr() for name, tensor in given.items())
+    assert [n for n, _ in copied.named_parameters()] == [n for n, _ in stage.named_parameters()]
 
 
 @pytest.mark.slow

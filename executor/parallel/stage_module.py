@@ -8,6 +8,7 @@ What depends on no parameter (masks, positions, rotary tables) every stage compu
 therefore given to all stages alike.
 """
 
+import copy
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -84,6 +85,10 @@ class StageModule(nn.Module):
         for name in foreign:
             model.get_submodule(name).forward = partial(self._stub, name)
         self.model = model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Its parameters and buffers under their names, as averages of weights keep them; a copy runs nothing."""
+        return _numbers_of(self, memo)
 
     def begin(self, micro_batches: Sequence[MicroBatch], device: torch.device) -> None:
         """Give the micro-batches of the next forwards, which run in this order, and are all of the same shapes."""
@@ -263,6 +268,34 @@ class Chunks(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """What the stages' own hold, by name in the model."""
         return {name: value for stage in self.stages for name, value in stage.model.state_dict(*args, **kwargs).items()}
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        """Give what `state_dict` names by the model to the stages, which are asked next, by where they are here."""
+        unknown: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unknown, errors)
+        for i, stage in enumerate(self.stages):
+            for name in stage.model.state_dict():
+                if prefix + name in state_dict:
+                    state_dict[f"{prefix}{i}.model.{name}"] = state_dict[prefix + name]
+        unexpected += [name for name in unknown if name.removeprefix(prefix) not in self.state_dict()]
+
+
+def _numbers_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    if id(module) not in memo:
+        memo[id(module)] = found = nn.Module()
+        for name, parameter in module._parameters.items():
+            found.register_parameter(name, copy.deepcopy(parameter, memo))
+        for name, buffer in module._buffers.items():
+            is_saved = name not in module._non_persistent_buffers_set
+            found.register_buffer(name, copy.deepcopy(buffer, memo), persistent=is_saved)
+        for name, child in module._modules.items():
+            found.add_module(name, None if child is None else _numbers_of(child, memo))
+        found.train(module.training)
+    copied: nn.Module = memo[id(module)]
+    return copied
 
 
 def stages_in(module: nn.Module) -> list[StageModule]:

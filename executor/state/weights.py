@@ -91,6 +91,19 @@ def refuse_whole_weights(module: nn.Module) -> None:
     module.register_load_state_dict_pre_hook(_check_own)
 
 
+def refuse_no_weights(module: nn.Module) -> None:
+    """Let load_state_dict of a rank's model raise ValueError for an empty dict, which full_state_dict gives some."""
+    module.register_load_state_dict_pre_hook(_check_given)
+
+
+def _check_given(module: nn.Module, state_dict: Mapping[str, Any], *rest: Any) -> None:
+    if not state_dict:
+        raise ValueError(
+            "load_state_dict of trainer.model was given nothing on this rank (full_state_dict() has tensors on rank 0 "
+            "alone): go back to copies of trainer.model.state_dict(), which every rank keeps, or by save() and resume()"
+        )
+
+
 def _check_own(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
     own = {prefix + name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, torch.Tensor)}
     for name, given in state_dict.items():
@@ -101,7 +114,8 @@ def _check_own(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *r
             raise ValueError(
                 f"load_state_dict of trainer.model was given {name} of {list(given.shape)}, but this rank holds a part "
                 "of the model, in which there is no such tensor: load whole weights in the function that builds the "
-                "model, or from files with parallelize(weights=...); resume() reads a checkpoint"
+                "model, or from files with parallelize(weights=...); resume() reads a checkpoint, and copies of "
+                "trainer.model.state_dict() go back"
             )
 
 
