@@ -511,6 +511,7 @@ def test_an_accelerate_key_that_cannot_be_priced_is_refused_by_name(document: di
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param: .*not priced"),
         ({"zero_optimisation": {"stage": 3}}, "did you mean zero_optimization"),
         ({"pipeline": {"stages": 2}}, "PipelineModule"),
+        ({"kind": "meshwright-plan", "stages": []}, "none of its keys says a layout of DeepSpeed"),
         ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, "change one"),
     ],
 )

@@ -140,6 +140,11 @@ def read_deepspeed(document: Mapping[str, Any], num_devices: int) -> Layout:
             raise ValueError(f"{key}: {reason}")
     document = _with_today_s_bf16(document)
     ignored = unknown_keys(document, _KEYS, "deepspeed", "")
+    if document and not document.keys() & _KEYS:
+        raise ValueError(
+            "none of its keys says a layout of DeepSpeed, as zero_optimization or train_micro_batch_size_per_gpu do: "
+            "give the configuration that the script passes to DeepSpeed"
+        )
     ignored += unknown_keys(mapping(document, "tensor_parallel"), _TENSOR_KEYS, "deepspeed", "tensor_parallel.")
     zero = mapping(document, "zero_optimization")
     for key, reason in _ZERO_REFUSED.items():
