@@ -138,6 +138,14 @@ def test_a_dict_gives_what_forward_names() -> None:
     assert split_inputs(_Takes(), {"x": 1, "y": 2}, has_loss=True) == ((), {"x": 1})
 
 
+def test_a_dict_gives_all_to_a_forward_that_names_nothing() -> None:
+    class TakesAny(nn.Module):
+        def forward(self, **given: torch.Tensor) -> torch.Tensor:
+            return given["x"]
+
+    assert split_inputs(TakesAny(), {"x": 1, "y": 2}, has_loss=True) == ((), {"x": 1, "y": 2})
+
+
 def test_more_than_forward_takes_is_refused() -> None:
     with pytest.raises(ValueError, match=r"3 elements, but forward of _Takes takes 2"):
         split_inputs(_Takes(), (1, 2, 3), has_loss=False)

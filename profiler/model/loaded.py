@@ -69,7 +69,8 @@ class LoadedModel:
 def split_inputs(module: "nn.Module", batch: Batch, has_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) for module's forward out of a micro-batch.
 
-    A dict gives the keys that forward names (all of them, if it takes **kwargs and there is no separate loss). A tuple
+    A dict gives the keys that forward names (all of them, if it takes **kwargs and names none, or there is no separate
+    loss). A tuple
     without a separate loss goes in whole. With one, the tuple is (inputs..., targets): the last element is for the
     loss only, unless forward requires it; what is more than forward accepts is for the loss, too. A tensor by itself is
     the only input, and all that the loss is given.
@@ -79,8 +80,8 @@ def split_inputs(module: "nn.Module", batch: Batch, has_loss: bool) -> tuple[tup
     base = getattr(module, "get_base_model", None)  # of PEFT's models, whose own forwards take anything
     parameters = list(inspect.signature((module if base is None else base()).forward).parameters.values())
     if isinstance(batch, dict):
-        any_key = any(p.kind is p.VAR_KEYWORD for p in parameters) and not has_loss
         names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        any_key = any(p.kind is p.VAR_KEYWORD for p in parameters) and not (has_loss and names)
         return (), {key: value for key, value in batch.items() if any_key or key in names}
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = sum(p.default is p.empty for p in positional)
