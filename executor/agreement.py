@@ -156,24 +156,25 @@ def peers_answer(mesh: RankMesh) -> bool:
     return mesh.device_mesh is not None and dist.get_backend() != "fake"
 
 
-def check_shares(mesh: RankMesh, batch: Any, step: int, read: str) -> None:
+def check_shares(mesh: RankMesh, batch: Any, step: int, read: str, begun: Any = None) -> None:
     """Raise ValueError, on every rank, if ranks that work on the same samples were given different ones, or deal out
-    samples differently; warn, on the first rank, where all data ranks were given the same ones. read: how this rank
-    called loader, in words. Every rank must call it."""
+    samples differently; warn, on the first rank, where all data ranks were given the same ones, or each read others of
+    what all should read. read: how this rank called loader, in words; begun: with which sample the iterable that it was
+    given began. Every rank must call it."""
     if not peers_answer(mesh):
         return
     found: list[Any] = [None] * mesh.plan.degrees.num_devices
-    dist.all_gather_object(found, (mesh.data_rank, mesh.rank, _fingerprint(batch), read))
+    dist.all_gather_object(found, (mesh.data_rank, mesh.rank, _fingerprint(batch), read, _fingerprint(begun)))
     firsts: dict[int, Any] = {}
     in_order = sorted(found, key=lambda each: int(each[1]))
-    for _, rank, _, their_read in in_order:
+    for _, rank, _, their_read, _ in in_order:
         if their_read != in_order[0][3]:
             raise ValueError(
                 f"step {step}: rank {rank} called loader with {their_read or 'nothing'}, rank 0 with "
                 f"{in_order[0][3] or 'nothing'}, so that some samples would be trained on twice and others never: give "
                 "all ranks the same samples, whole, of which each takes its share"
             )
-    for share, rank, tensors, _ in in_order:
+    for share, rank, tensors, _, _ in in_order:
         _, first, expected = firsts.setdefault(share, (share, rank, tensors))
         if tensors != expected:
             raise ValueError(
@@ -190,6 +191,16 @@ def check_shares(mesh: RankMesh, batch: Any, step: int, read: str) -> None:
             step,
             len(prints),
             len(prints),
+        )
+    apart = next((rank for _, rank, _, _, their_begun in in_order if their_begun != in_order[0][4]), None)
+    if mesh.rank == 0 and apart is not None:
+        _log.warning(
+            "step %d: the iterable that loader was given begins with another sample on rank %d than on rank 0, and "
+            "each takes its share of what it reads: if it splits itself by rank, most samples are never trained on; "
+            "give all of them, or a function of (shard, number of shards). "
+            "(Samples that each rank draws anew do no harm.)",
+            step,
+            apart,
         )
 
 

@@ -37,6 +37,7 @@ def shares(
     pad: "Padded | None" = None,
     lengths: Sequence[int] | None = None,
     share_of: Callable[[int], int] | None = None,
+    begins: Callable[[Any], None] | None = None,
 ) -> Iterator[Any]:
     """Of every global batch of share * num_ranks samples the rank's share, collated; an incomplete last one is not.
 
@@ -44,8 +45,9 @@ def shares(
     another one in every epoch; None: as they are. workers: processes that read ahead. pinned: in memory from which a
     GPU copies beside its work. pad: makes a sample as long as all others, or as the others of its batch. lengths: of
     every sample, those of similar length are put in one batch; None: they are not. share_of: the share in the k-th
-    batch from here on, where batches are not alike. Raises ValueError where samples without numbers are to be shuffled,
-    sorted by length or read by workers, or `lengths` is not one number for each.
+    batch from here on, where batches are not alike. begins: told the first sample of what every rank reads all of.
+    Raises ValueError where samples without numbers are to be shuffled, sorted by length or read by workers, or
+    `lengths` is not one number for each.
     """
     by_shard = callable(samples) and _num_arguments(samples) >= 2
     given: Any = samples
@@ -91,6 +93,8 @@ def shares(
         each, first = (own, 0) if by_shard else (own * num_ranks, rank * own)
         found, mine = 0, list[Any]()
         for place, sample in enumerate(itertools.islice(rest, each)):
+            if begins is not None and not by_shard and number == place == 0:
+                begins(sample)
             found += 1
             if first <= place < first + own:
                 mine.append(sample)

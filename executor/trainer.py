@@ -299,6 +299,7 @@ class Trainer:
         self._skip = 0  # samples that the next `loader` leaves out
         self._left_early = False  # whether the last `loader` was left within its epoch
         self._dealt = ""  # how `loader` was called last, in words
+        self._begun: Any = None  # the first sample of the iterable that it was given
         self._looks = True  # whether ranks agree, before the next step
         self._left: torch.Tensor | None = None  # what tells gradients after forward_backward
         self._marks: list[torch.Tensor] = []  # of the shares since the last optimizer step
@@ -409,7 +410,8 @@ class Trainer:
         if not self._looks:
             return
         check_parameters(self.mesh, self._applied, self._dtypes, self._hooks)
-        check_shares(self.mesh, batch, self.progress.steps + 1, self._dealt)
+        check_shares(self.mesh, batch, self.progress.steps + 1, self._dealt, self._begun)
+        self._begun = None
         self._looks = False
 
     def _see_frozen(self) -> None:
@@ -631,7 +633,11 @@ class Trainer:
                 self._read = self._read.model_copy(update={"epoch": self._read.epoch + 1, "samples": 0})
             self._skip, self._left_early = 0, False
             count = f"{len(samples)} samples" if isinstance(samples, Sized) else "samples without a length"
-            self._dealt = f"{count}, shuffle={bool(shuffle)}"
+            self._dealt, self._begun = f"{count}, shuffle={bool(shuffle)}", None
+
+        def begins(sample: Any) -> None:
+            self._begun = sample if training and self._looks else self._begun
+
         found = shares(
             samples,
             share=self.samples_per_step,
@@ -646,6 +652,7 @@ class Trainer:
             pad=None if pad is None or length is None else Padded(length, pad, always=splits),
             lengths=lengths,
             share_of=share_of,
+            begins=begins,
         )
         for number, batch in enumerate(found):
             taken += share_of(number) * self.data_size

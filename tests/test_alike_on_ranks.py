@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -301,6 +302,26 @@ def test_a_step_needs_gradients() -> None:
 
     with torch.inference_mode(), pytest.raises(ValueError, match="no_grad"):
         trainer.step(whole())
+
+
+def splits_itself(plan: str) -> list[int]:
+    """How often it is said that an iterable leaves out the other rank's samples: of one that does, and one that does
+    not."""
+    told: list[str] = []
+    logging.getLogger("meshwright").addFilter(lambda record: told.append(record.getMessage()) or True)
+    found = []
+    for own in (slice(dist.get_rank(), None, 2), slice(None)):
+        trainer = trainer_of(plan)
+        trainer.step(next(trainer.loader(partial(iter, samples()[own]))))
+        found.append(sum("begins with another sample on rank 1 than on rank 0" in each for each in told))
+        told.clear()
+    dist.barrier()
+    return found
+
+
+@pytest.mark.slow
+def test_an_iterable_that_splits_itself_by_rank_is_told() -> None:
+    assert run_ranks(splits_itself, 2, "ddp")[0] == [1, 0]
 
 
 def test_a_sum_over_samples_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
