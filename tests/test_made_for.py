@@ -239,6 +239,7 @@ def test_a_set_up_is_planned_and_kept(tmp_path: Path) -> None:
         (("--for", "colossalai"), "plans are made for megatron, torchtitan, accelerate, deepspeed"),
         (("--for", "accelerate", "--pin", "pipeline=2"), "pipeline: Accelerate has stages in code"),
         (("--pin", "zero=1", "--pin", "zero=3"), "contradicts"),
+        (("--pin", "zero=0", "--pin", "context=2"), "--pin zero=0 contradicts --pin context=2"),
         (("--pin", "zero=4"), "there is no zero '4'"),
     ],
 )
@@ -255,7 +256,7 @@ def test_words_that_do_not_go_together_are_refused(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("zero=0",), Pins(data_shard=1)),
+        (("zero=0",), Pins(data_shard=1, context=1)),
         (("zero=1",), Pins(data_replicate=1, gradient_sync="last", reshard=False)),
         (("zero=2",), Pins(data_replicate=1, gradient_sync="every", reshard=False)),
         (("zero=3",), Pins(data_replicate=1, gradient_sync="every", reshard=True)),

@@ -238,10 +238,11 @@ def _offload(words: dict[str, str], where: str) -> dict[str, bool]:
 
 
 def _pinned_zero(words: dict[str, str], where: str) -> dict[str, int | str | bool]:
-    """What zero=N of --pin fixes: the same as in --setup, where nothing else is said of data ranks."""
+    """What zero=N of --pin fixes, where nothing else is said of data ranks; 0 that nothing is shared, which context
+    ranks would do."""
     zero = _zero_mode(words, where)
     if zero == 0:
-        return {"data_shard": 1}
+        return {"data_shard": 1, "context": 1}
     return {"data_replicate": 1, "gradient_sync": "every" if zero >= 2 else "last", "reshard": zero == 3}
 
 
