@@ -1111,6 +1111,33 @@ def test_layers_left_out_by_draws_of_torch_are_in_every_run_of_the_profile() -> 
     assert len(profile.layers) == 8
 
 
+class Masked(nn.Module):
+    """Puts a trained vector in the masked places, as wav2vec 2.0, and decides by values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mask = _linear(), nn.Parameter(torch.randn(WIDTH))
+        self.layers = nn.ModuleList(nn.Sequential(_linear(), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        x = self.first(x if float(x.detach().sum()) < 1e9 else x * 2)
+        x[places] = self.mask
+        masked = x
+        for layer in self.layers:
+            x = x + layer(x)
+        return x + masked
+
+
+def test_a_parameter_that_is_put_between_layers_is_read_by_those_who_read_what_it_is_put_into() -> None:
+    def batch(size: int) -> tuple[torch.Tensor, ...]:
+        return torch.randn(size, 6, WIDTH), torch.rand(size, 6) < 0.3, torch.randn(size, 6, WIDTH)
+
+    profile = trace(habit(Masked, batch=batch))
+
+    assert profile.decides_by_values
+    assert ["mask" in layer.parameters for layer in profile.layers] == [False, True, True]
+
+
 class Guided(nn.Module):
     """Forgets some of its labels as it trains, for guidance without a classifier; all blocks read what is left."""
 

@@ -291,7 +291,12 @@ class ChainWatch(Mode):
         for event, storage, what in reversed(self._put):
             readers = {reader for reader in self.storage_reads[storage] if reader > event}
             for tensor in what:
-                self.storage_reads[self.storages.number(tensor)] |= readers
+                number = self.storages.number(tensor)
+                if number in self._parameters:
+                    for reader in readers:
+                        self.events[reader].parameters.add(self._parameters[number])
+                if number in self.storage_made:  # not what the batch has given
+                    self.storage_reads[number] |= readers
                 if id(tensor) in self.made:
                     self.reads[id(tensor)] |= readers
 
