@@ -267,6 +267,36 @@ def test_what_lies_between_has_the_name_of_the_layer_that_reads_it() -> None:
     assert [(cut.columns, cut.partial) for cut in cuts] == [(("scaled.up",), ("scaled.factor",))] * 2
 
 
+class _Grouped(nn.Module):
+    """Attention of 4 heads of queries to 2 of keys and values, which are repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(32, 16), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def heads(y: torch.Tensor) -> torch.Tensor:
+            return y.view(*y.shape[:2], -1, 8).transpose(1, 2)
+
+        def repeated(y: torch.Tensor) -> torch.Tensor:
+            size, count, length, width = y.shape
+            return y[:, :, None].expand(size, count, 2, length, width).reshape(size, count * 2, length, width)
+
+        keys, values = repeated(heads(self.k(x))), repeated(heads(self.v(x)))
+        y = functional.scaled_dot_product_attention(heads(self.q(x)), keys, values, is_causal=True)
+        return x + self.out(y.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+def test_a_head_of_keys_that_a_rank_has_alone_is_repeated_without_a_copy() -> None:
+    model = nn.Sequential(_Grouped(), _Grouped(), nn.Flatten())
+    profile = trace(
+        load_model(model, batch=lambda size: torch.ones(size, 6, 32), loss=lambda output, batch: output.mean())
+    )
+
+    assert _pairs(profile.classes[0]) == [("attention", ("k", "v", "q"), ("out",))]
+    assert profile.classes[0].cuts[0].units == (4, 2)
+
+
 def test_features_that_no_degree_divides_are_not_cut() -> None:
     assert _cuts_between(functional.gelu, width=31) == ()
 

@@ -44,7 +44,7 @@ from .tensor_flow import (
 )
 from .tensor_modules import features, has_weight, is_convolution, is_linear, is_product, output_dim
 from .tensor_rank import layer_modules, run_cut
-from .tensor_trial import forward_ops, leading_problem, order_problem, reduction_problem, working
+from .tensor_trial import aligned, forward_ops, leading_problem, order_problem, reduction_problem, working
 
 SMALLEST_VOCABULARY = 1024
 """Embeddings with fewer rows (positions of short sequences, token types) are not worth a collective."""
@@ -359,7 +359,7 @@ class _Probe:
             return f"with its weights cut the layer does not run ({_first_line(error.__cause__ or error)})"
         if [spec.shape for spec in seen.outputs] != [spec.shape for spec in self.whole.outputs]:
             return "with its weights cut the layer's output changes its shape"
-        whole, trial = forward_ops(self.whole), forward_ops(seen)
+        whole, trial = aligned(forward_ops(self.whole), forward_ops(seen))
         problem = reduction_problem(whole, trial, set(cut.rows))
         if problem or not cut.rows:
             return problem

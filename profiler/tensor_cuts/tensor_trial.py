@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -30,12 +31,35 @@ def sequence_problem(
     def outside_banks(seen: Observation) -> list[Op]:
         return [op for op in forward_ops(seen) if not f"{op.module}.".startswith(banks)]
 
-    return reduction_problem(outside_banks(whole), outside_banks(cut), rows)
+    return reduction_problem(*aligned(outside_banks(whole), outside_banks(cut)), rows)
 
 
 def forward_ops(seen: Observation) -> list[Op]:
     """Operators of the forward."""
     return [op for op in seen.ops if not op.backward]
+
+
+def aligned(whole: Sequence[Op], cut: Sequence[Op]) -> tuple[list[Op], list[Op]]:
+    """The operators of both runs, a reshape as one view in both where it had to copy in one of them alone: a head of
+    keys that is repeated for several of queries is a view where a rank has no other."""
+    found: tuple[list[Op], list[Op]] = [], []
+    places = [0, 0]
+    while places[0] < len(whole) and places[1] < len(cut):
+        pair = [ops[place] for ops, place in zip((whole, cut), places, strict=True)]
+        for own, (ops, other) in enumerate(((whole, pair[1]), (cut, pair[0]))):
+            if pair[own].name != other.name == "view" and _copies_to_reshape(ops, places[own]):
+                pair[own] = replace(ops[places[own] + 1], name="view", inputs=pair[own].inputs)
+                places[own] += 1
+        for own in range(2):
+            found[own].append(pair[own])
+            places[own] += 1
+    return [*found[0], *whole[places[0] :]], [*found[1], *cut[places[1] :]]
+
+
+def _copies_to_reshape(ops: Sequence[Op], place: int) -> bool:
+    """Whether an operator copies what the next one then views in another shape, as torch.reshape does."""
+    names = [op.name for op in ops[place : place + 2]]
+    return names == ["clone", "_unsafe_view"] and ops[place].outputs[0].storage == ops[place + 1].inputs[0].storage
 
 
 def working(ops: Sequence[Op]) -> tuple[str, ...]:
