@@ -498,7 +498,10 @@ def test_context_needs_chunks_to_balance_and_heads_to_spread(
 def test_context_without_attention_and_experts_without_a_bank_are_no_use() -> None:
     model = two_of(block())
 
-    assert context_rule(model, 2, 1, "ring") == "context: the model has no attention over a sequence"
+    assert context_rule(model, 2, 1, "ring") == (
+        "context: the model has no attention over a sequence by scaled_dot_product_attention, which context ranks "
+        "share; scores that a model computes by itself stay whole"
+    )
     assert expert_rule(model, 2) == "expert: the model has no banks of experts"
     assert expert_rule(two_of(mixture(6)), 4) == "expert=4 does not divide 6 experts"
     assert expert_rule(two_of(mixture(6)), 3) is None

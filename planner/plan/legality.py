@@ -140,7 +140,10 @@ def context_rule(profile: ModelProfile, context: int, tensor: int, kind: Context
     if context == 1:
         return None
     if profile.seq_len is None or not has_sequence_attention(profile):
-        return "context: the model has no attention over a sequence"
+        return (
+            "context: the model has no attention over a sequence by scaled_dot_product_attention, which context ranks "
+            "share; scores that a model computes by itself stay whole"
+        )
     if profile.context_problem:
         return f"context: {profile.context_problem}"
     if profile.seq_len % (2 * context):
