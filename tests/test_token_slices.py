@@ -66,6 +66,8 @@ ALIKE: dict[str, Run] = {
     "Conv1D": lambda x: torch.addmm(torch.ones(3), x.view(-1, x.size(-1)), torch.ones(WIDTH, 3)).view(2, LENGTH, 3),
     "parts": lambda x: torch.stack(x.chunk(3, -1)).sum(0),
     "shared heads": lambda x: x[:, :, None].expand(2, x.shape[1], 3, WIDTH).flatten(2),
+    "each number twice": lambda x: x.repeat_interleave(2, dim=-1),
+    "each sample twice": lambda x: torch.repeat_interleave(x, 2, 0),
     "table": lambda x: torch.arange(12.0).view(4, 3)[x.argmax(-1) % 4],
     "masked": lambda x: x.masked_fill(torch.arange(LENGTH)[None, :, None] > 4, 0.0),
     "softmax": lambda x: functional.softmax(x, dim=-1),
@@ -129,6 +131,7 @@ def test_the_mean_of_gradients_is_that_of_the_whole() -> None:
 
 
 MIXED: dict[str, tuple[Run, str]] = {
+    "tokens repeated": (lambda x: x.repeat_interleave(2, dim=1), "lengthens the sequence"),
     "a class token": (lambda x: x[:, 0], "picks single tokens"),
     "convolution": (lambda x: functional.conv1d(x.transpose(1, 2), torch.ones(1, WIDTH, 3)), "conv1d is not known"),
     "running sum": (lambda x: x.cumsum(1), "goes over the tokens"),

@@ -402,6 +402,15 @@ def _split(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> A
     return _marked(func(*args, **kwargs), held.at(held.dim - (name == "unbind" and dim < held.dim)))
 
 
+def _interleaved(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Each number several times, along another dim than that of tokens."""
+    held = _only(name, args, kwargs)
+    dim = args[2] if len(args) > 2 else kwargs.get("dim")
+    if dim is None or _dim(dim, _ndim(args[0])) == held.dim:
+        raise _refuse(name, "lengthens the sequence")
+    return _marked(func(*args, **kwargs), held)
+
+
 def _join(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     parts = list(args[0] if args else kwargs["tensors"])
     held = next(h for x in parts if (h := _held(x)) is not None)
@@ -617,6 +626,7 @@ def _table() -> dict[str, Rule]:
         _pairs: "view_as_complex view_as_real",
         _expand: "expand broadcast_to expand_as",
         _repeat: "repeat",
+        _interleaved: "repeat_interleave",
         _split: "split chunk tensor_split unbind split_with_sizes",
         _join: "cat concat concatenate stack",
         _narrow: "narrow select index_select",
