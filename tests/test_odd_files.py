@@ -113,6 +113,13 @@ def test_what_is_made_of_sizes_alone_and_kept_is_no_state(name: str) -> None:
     assert not [note for note in profile.told if "every forward" in note]
 
 
+def test_layers_that_reentrant_checkpoints_run_are_one_and_it_is_said_why() -> None:
+    profile = trace(odd("reentrant"))
+
+    assert len(profile.layers) == 1
+    assert any("repeated by reentrant checkpoints" in note for note in profile.notes)
+
+
 def test_batch_norms_that_are_kept_frozen_are_not_said_to_see_the_batch() -> None:
     assert not [note for note in trace(odd("frozen_norms")).told if "micro-batch" in note]
 

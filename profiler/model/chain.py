@@ -183,7 +183,7 @@ def _observe(
             watch.from_batch = {
                 watch.storages.number(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)
             }
-            repeats = patch.object(CheckpointFunction, "apply", _noting_reentrant(CheckpointFunction.apply, watch))
+            repeats = patch.object(CheckpointFunction, "apply", _noting_reentrant(watch))
             with watch, watch.producers, grads, swaps, repeats, _noting_hooks(watch), watch.noting_repeated():
                 loss = fake.loss(batch, before_loss=watch.start_loss, note_left=True)
                 _check_loss(fake, watch)
@@ -287,12 +287,12 @@ def _noting_swaps(call: Callable[..., Any], watch: ChainWatch) -> Callable[..., 
     return noted
 
 
-def _noting_reentrant(apply: Callable[..., Any], watch: ChainWatch) -> Callable[..., Any]:
-    """What a reentrant checkpoint calls, noted as an act of the model."""
+def _noting_reentrant(watch: ChainWatch) -> Callable[..., Any]:
+    """What a reentrant checkpoint calls, noted as an act of the model, and seen as other functions are."""
 
     def noted(*args: Any) -> Any:
         watch.inputs.reentrant = True
-        return apply(*args)
+        return super(CheckpointFunction, CheckpointFunction).apply(*args)
 
     return noted
 
