@@ -222,14 +222,18 @@ def sharding_rule(profile: ModelProfile, precision: Precision) -> str | None:
             f"data_shard: parameters in bf16 meet tensors in fp32 ({profile.mixed_precision_problem}); "
             "cast buffers where they are used (.to(x.dtype)), or plan in fp32"
         )
-    for layer_class in profile.classes:
+    for layer in profile.layers:
+        layer_class = profile.classes[layer.layer_class]
         if layer_class.writes_input and layer_class.parameters:
             return f"data_shard: {layer_class.name} writes into its input; use relu(x) for relu_(x), x + y for x += y"
-        for parameter in layer_class.parameters:
+        for name, parameter in zip(layer.parameters, layer_class.parameters, strict=False):
             if not parameter.shape:
-                return f"data_shard: {parameter.name} of {layer_class.name} has no dims; make it a tensor of one"
+                return (
+                    f"data_shard: {name} has no dims, and fully_shard, by which shards, tensor and context ranks "
+                    "train, takes none such; make it a tensor of one"
+                )
             if 0 in parameter.shape:
-                return f"data_shard: {parameter.name} of {layer_class.name} has no elements to shard; leave it out"
+                return f"data_shard: {name} has no elements to shard; leave it out"
     return None
 
 
