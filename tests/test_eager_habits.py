@@ -886,6 +886,22 @@ def test_noise_that_two_layers_read_is_drawn_once_and_sent() -> None:
     assert crossing == ["randn_like", "first"]
 
 
+def test_values_of_another_width_than_keys_are_run_on_real_tensors_too() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keys, self.values, self.out = _linear(), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if bool((x > 1e9).any()):
+                x = -x
+            keys, values = self.keys(x)[:, None, None], self.values(x)[:, None, None]
+            out: torch.Tensor = self.out(functional.scaled_dot_product_attention(keys, keys, values)[:, 0, 0])
+            return out
+
+    assert trace(habit(Wide)).decides_by_values
+
+
 def test_parameters_without_elements_are_not_sharded() -> None:
     class Empty(nn.Module):
         def __init__(self) -> None:

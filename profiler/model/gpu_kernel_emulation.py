@@ -102,7 +102,7 @@ def _without_dropout(
     is_causal: bool = False,
     **more: Any,
 ) -> torch.Tensor:
-    if query.shape[-1] == value.shape[-1]:
+    if query.shape[-1] == value.shape[-1] or not isinstance(query, FakeTensor):
         return _attention(query, key, value, attn_mask, 0.0, is_causal, **more)
     # values of another width (latent attention): a GPU's memory-efficient kernel takes them, no fused one of the CPU
     groups = query.shape[-3] // key.shape[-3] if more.get("enable_gqa") else 1
