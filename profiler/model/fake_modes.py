@@ -32,11 +32,12 @@ def fake_mode() -> FakeTensorMode:
 
 
 class _FakeMode(FakeTensorMode):
-    """Torch's mode, but for two answers of its own.
+    """Torch's mode, but for three answers of its own.
 
-    It would ask for the numbers of the longest target before it says how large what CTC keeps is: here that is as large
-    as for targets of all their letters. And looked up in a tensor whose numbers are known by indices that are not, it
-    would give for known what stood in the memory that it took for the result.
+    It knows products of groups in bfloat16 alone, a CPU in other dtypes, too. It would ask for the numbers of the
+    longest target before it says how large what CTC keeps is: here that is as large as for targets of all their
+    letters. And looked up in a tensor whose numbers are known by indices that are not, it would give for known what
+    stood in the memory that it took for the result.
     """
 
     @classmethod
@@ -48,6 +49,9 @@ class _FakeMode(FakeTensorMode):
         if func in _CTC:
             with self:
                 return _ctc_like(args[0], args[1])
+        if func is _GROUPED and args[0].dtype is not torch.bfloat16:
+            with self:
+                return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **(kwargs or {})).to(args[0].dtype)
         output = super().dispatch(func, types, args, kwargs or {})
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, FakeTensor) and leaf.constant is not None]
         if made and any(leaf.constant is None for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)):
@@ -55,6 +59,8 @@ class _FakeMode(FakeTensorMode):
                 leaf.constant = None
         return output
 
+
+_GROUPED = torch.ops.aten._grouped_mm.default
 
 _CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 
