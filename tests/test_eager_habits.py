@@ -1106,7 +1106,7 @@ class Grouped(nn.Module):
         return x + torch._grouped_mm(x, self.experts, offs=ends)
 
 
-def test_a_rehearsal_in_bfloat16_leaves_the_next_its_own_dtype() -> None:
+def test_products_of_groups_are_rehearsed_in_the_dtype_of_their_weights() -> None:
     loaded = habit(
         lambda: nn.Sequential(nn.Embedding(8, WIDTH), Grouped(), Grouped(), _linear()),
         batch=lambda size: (torch.randint(8, (size,)), torch.randn(size, WIDTH)),

@@ -2,10 +2,9 @@
 crosses the cuts."""
 
 import copy
-import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -98,7 +97,6 @@ class Rehearsal:
         self._knows_batch = False
         self._found: dict[tuple[Any, ...], tuple[dict[tuple[str, int], Stub], dict[Producer, Like], bool]] = {}
         self._model = model
-        self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         for norm in synced_norms(model) if is_own else ():
             normalise_here(norm)
         if not is_own:
@@ -123,13 +121,7 @@ class Rehearsal:
         if key in self._found:
             return self._found[key]
         with out_of_sight(), nullcontext() if training else in_evaluation(self._model):
-            try:
-                with _without_log("torch._subclasses.fake_tensor"):
-                    seen = self._deciding(micro_batch, device, autocast, bf16_layers, context)
-            except (RuntimeError, ValueError, TypeError):
-                # Some operators exist on fake CPU tensors in bfloat16 only (grouped_mm): the profiler runs in it, too.
-                seen = self._deciding(micro_batch, device, nullcontext(), True, context)
-                seen = seen.recast(torch.bfloat16, torch.bfloat16 if bf16_layers else torch.float32)
+            seen = self._deciding(micro_batch, device, autocast, bf16_layers, context)
         stubs = {key: Stub(leaves, tree, device) for key, (leaves, tree) in seen.outputs.items()}
         self._found[key] = stubs, seen.tensors, seen.writes_batch
         return self._found[key]
@@ -151,14 +143,11 @@ class Rehearsal:
         bf16_layers: bool,
         context: ContextParallel | None,
     ) -> "_Seen":
-        dtypes = {id(p): self._dtypes[name] for name, p in self._model.named_parameters()}
-
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             cast_too = bf16_layers and isinstance(leaf, nn.Parameter)
-            dtype = dtypes.get(id(leaf), leaf.dtype)  # its own, not that of a run before in bfloat16
-            made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=dtype, device=device)
+            made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
             return cast(made) if cast_too else made
 
         def cast(leaf: Any) -> Any:
@@ -213,17 +202,6 @@ class _WithoutGradients(TorchFunctionMode):
         return None if func is torch.Tensor.retain_grad else func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def _without_log(name: str) -> Iterator[None]:
-    """Torch logs a traceback for an operator without a fake version; here it is no error yet."""
-    logger = logging.getLogger(name)
-    was_disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was_disabled
-
-
 @dataclass(frozen=True)
 class _Seen:
     """What a rehearsal showed."""
@@ -231,18 +209,6 @@ class _Seen:
     outputs: dict[tuple[str, int], tuple[tuple[Any, ...], TreeSpec]]
     tensors: dict[Producer, Like]
     writes_batch: bool = False
-
-    def recast(self, found: torch.dtype, instead: torch.dtype) -> "_Seen":
-        """What would have been seen with the dtype `instead` in place of `found`."""
-
-        def recast(leaf: Any) -> Any:
-            return replace(leaf, dtype=instead) if isinstance(leaf, Like) and leaf.dtype == found else leaf
-
-        return replace(
-            self,
-            outputs={key: (tuple(map(recast, leaves)), tree) for key, (leaves, tree) in self.outputs.items()},
-            tensors={producer: recast(like) for producer, like in self.tensors.items()},
-        )
 
 
 class _Notes:
