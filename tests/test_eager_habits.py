@@ -902,6 +902,28 @@ def test_values_of_another_width_than_keys_are_run_on_real_tensors_too() -> None
     assert trace(habit(Wide)).decides_by_values
 
 
+def test_a_model_that_rescales_weights_to_evaluate_is_cut_into_no_stages() -> None:
+    class Rescaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.scaled = nn.ModuleList(_linear() for _ in range(4)), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training == self.scaled:
+                with torch.no_grad():
+                    self.layers[2].weight.mul_(2.0 if self.scaled else 0.5)
+                self.scaled = not self.scaled
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    profile = trace(habit(Rescaling))
+
+    assert len(profile.layers) == 4
+    assert "in evaluation the forward writes into the parameter layers.2.weight" in profile.pipeline_problem
+    assert not legal_cuts(profile)
+
+
 def test_parameters_without_elements_are_not_sharded() -> None:
     class Empty(nn.Module):
         def __init__(self) -> None:

@@ -28,6 +28,7 @@ from ..semantics.draws import dice
 from ..semantics.producers import Producers, is_wrapped
 from .chain_watch import CallEvent, ChainWatch, Cursor, Key, recording_outputs, stubbed
 from .fake import DecidesByValuesError, FakeModel
+from .forward_state import version_of
 from .layer_graph import bytes_over, wired
 from .layer_spans import LayerSpans, spans_of
 from .layer_units import Units, find_units
@@ -394,7 +395,8 @@ def run_first_of_each_class(
 
 def unlike_crossings(fake: FakeModel, chain: LayerChain, size: int) -> tuple[str, frozenset[Producer]]:
     """(what would cross a cut and is not the same in every run, in words; all such). '' if nothing is seen to: in its
-    size by the numbers of the batch, where integers are known by which the model decides, or at all in evaluation."""
+    size by the numbers of the batch, where integers are known by which the model decides, or at all in evaluation.
+    All cross none where evaluation writes into parameters, of which a stage has its own alone."""
     if fake.mode is None or len(chain.layers) == 1:
         return "", frozenset()
     told, unlike = "", set[Producer]()
@@ -406,8 +408,16 @@ def unlike_crossings(fake: FakeModel, chain: LayerChain, size: int) -> tuple[str
                 f"{list(seen.shape) if seen else 'missing'} in another, by their numbers, and stages exchange tensors "
                 "of one size (pad all batches alike)"
             )
+    before = {name: version_of(parameter) for name, parameter in fake.module.named_parameters()}
     with _in_evaluation(fake.module):
         missed = _unlike(fake, chain, fake.batch(size, fake.loaded.seq_len))
+    written = next((n for n, p in fake.module.named_parameters() if version_of(p) != before[n]), "")
+    if written:
+        unlike |= {crossing.producer for crossing in chain.crossings}
+        told = told or (
+            f"in evaluation the forward writes into the parameter {written}, and stages have only those of their own "
+            "layers (scale what the layer returns instead)"
+        )
     for crossing, _ in missed:
         unlike.add(crossing.producer)
         told = told or (
