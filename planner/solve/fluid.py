@@ -18,13 +18,16 @@ Where kinds of layers take turns (three layers of one attention, then one of ano
 program without (order), and all layers of a kind as one run, says nearly as much, and takes a hundredth of the time on
 the longest: it comes first.
 
-Where ranks hold several stages of layers of one kind, what whole layers on a rank run again at least (whole_ranks.py)
-is known for each number n of them. It is no less than the sides of its convex hull a + b n, in a second program:
+Where ranks hold several stages, what whole layers of a run on a rank run again at least (whole_ranks.py) is known for
+each number n of them. It is no less than the sides of its convex hull a + b n, in a second program. And room[q] is for
+the least of what is there in some layer's turn; what is there in the largest is no less than a mean over the layers of
+the rank, weighted by their share of a step that is to be below T':
 
-                (again)    sum_{s on q, o} again[o] n[s,r,o] >= a + b sum_{s on q, o} n[s,r,o]    each rank q, side
+    (again)    sum_{s on q, o} again[o] n[s,r,o] >= a + b sum_{s on q, o} n[s,r,o]              each rank q, run r, side
+    (turn)     sum (bytes[s,r,o] + (turn[q,r,o] - least[q]) m seconds[r,o] / T') n[s,r,o] <= room[q]         each rank q
 
 The integer program asks for whole layers: first on every rank, which says most of it and is quick, then in every stage
-with every option.
+with every option; and a rank leaves room for the turn of each option that one of its layers has.
 
 The dual of a solved program is a bound of its own for every shape with the same table, whatever its layers take: each
 layer where it is cheapest at the prices of paths and memory (Prices). It is worked out for many shapes at once, and
