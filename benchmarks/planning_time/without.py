@@ -7,7 +7,7 @@ search is a process of its own, so that nothing is kept from the one before, and
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from meshwright.planner.answers.search import search
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.planner.solve import nodes
+from meshwright.planner.solve import bounds, nodes
 from meshwright.planner.solve.bounds import Bounds
 from meshwright.planner.solve.memory_bounds import MemoryBounds
 from meshwright.planner.solve.solver import SolverError
@@ -61,7 +61,11 @@ def _as_known(node: nodes.ShapeNode, cutoff_s: float) -> float:
     return 0.0
 
 
-BOUNDS: dict[str, tuple[type, str, Callable[..., object]]] = {
+def _no_turns(*asked: object) -> Iterator[object]:
+    return iter(())
+
+
+BOUNDS: dict[str, tuple[object, str, Callable[..., object]]] = {
     "splits": (Bounds, "of_splits", _zeros),
     "anywhere": (Bounds, "anywhere_s", _nothing),
     "held": (Bounds, "held_s", _nothing),
@@ -69,12 +73,13 @@ BOUNDS: dict[str, tuple[type, str, Callable[..., object]]] = {
     "memory": (MemoryBounds, "seconds", _in_memory),
     "prices": (Bounds, "by_prices_s", _of_some),
     "walk": (nodes.ShapeNode, "by_ranks_s", _as_known),
+    "turns": (bounds, "_turns", _no_turns),
     "whole-layers": (Bounds, "of_whole_layers", _no_program),
 }
 """Bounds that may be left out: where they stand, and what stands in their place. `anywhere`: of a micro-batch, groups
 where they are fastest; `held`: of a chunked family, by its memory; `whole-ranks`: rank_bounds.py; `memory`: of
-shapes, layers divisible; `prices`: duals of other shapes; `walk`: one stage on each rank; `whole-layers`: the integer
-program.
+shapes, layers divisible; `prices`: duals of other shapes; `walk`: one stage on each rank; `turns`: of whole layers on
+ranks of several stages; `whole-layers`: the integer program.
 Without the fluid program itself (fluid.py) there are neither prices nor cuts near its solution: it is not among
 them."""
 
