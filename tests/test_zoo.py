@@ -210,7 +210,8 @@ def test_stages_of_resnet_are_opened_into_blocks() -> None:
 def test_stages_of_convnext_are_opened_into_blocks() -> None:
     names = [layer.name for layer in zoo_profile("convnext_base").layers]
 
-    assert [sum(f".stages.{i}." in name for name in names) for i in range(4)] == [3, 3, 27, 3]
+    assert [sum(f".stages.{i}.layers." in name for name in names) for i in range(4)] == [3, 3, 27, 3]
+    assert [sum(f".stages.{i}.downsampling" in name for name in names) for i in range(4)] == [0, 1, 1, 1]
 
 
 def test_linear_layers_of_the_tutorial_are_layers() -> None:
