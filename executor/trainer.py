@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
@@ -93,9 +93,13 @@ class Metrics:
     Speed is that of the host where nothing was waited for (`check_every`): right over several steps.
     """
 
-    totals: torch.Tensor = field(repr=False)
+    totals: torch.Tensor
     tokens_per_s: float
     step_time_s: float
+
+    def __repr__(self) -> str:
+        numbers = {name: getattr(self, name) for name in ("loss", "grad_norm", "tokens_per_s", "step_time_s")}
+        return f"Metrics({', '.join(f'{name}={number:.6g}' for name, number in numbers.items())})"
 
     @cached_property
     def found(self) -> tuple[float, ...]:

@@ -140,6 +140,7 @@ def test_one_device_needs_no_process_group(make: Callable[..., Plan]) -> None:
     assert not dist.is_initialized()
     assert metrics.loss == pytest.approx(expected_loss, rel=1e-6)
     assert metrics.tokens_per_s == pytest.approx(GLOBAL_BATCH / metrics.step_time_s)
+    assert str(metrics).startswith(f"Metrics(loss={expected_loss:.4f}"[:-1])
     assert_same(trainer.full_state_dict(), expected)
 
 
