@@ -226,7 +226,9 @@ def sharding_rule(profile: ModelProfile, precision: Precision) -> str | None:
         layer_class = profile.classes[layer.layer_class]
         if layer_class.writes_input and layer_class.parameters:
             return f"data_shard: {layer_class.name} writes into its input; use relu(x) for relu_(x), x + y for x += y"
-        for name, parameter in zip(layer.parameters, layer_class.parameters, strict=False):
+        for parameter in layer_class.parameters:
+            inside = f"{layer.root}.{parameter.name}".strip(".")
+            name = inside if inside in layer.parameters else parameter.name
             if not parameter.shape:
                 return (
                     f"data_shard: {name} has no dims, and fully_shard, by which shards, tensor and context ranks "
