@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from ...profiler.machine.cluster import Device
 
-_BEGINNING = 2000
-"""Characters of a file that tell what it is."""
+_BEGINNING = 400
+"""Characters of a file that tell what it is: names before the mark have up to 255."""
 
 
 def check_writable(path: Path, flag: str, *suffixes: str) -> None:
