@@ -431,3 +431,15 @@ def test_a_turn_of_one_option_that_leaves_no_room_is_told_by_whole_turns() -> No
 
         assert bool(steps) == fits
         assert (whole_s < 60.0) == fits
+
+
+def test_layers_that_take_no_time_may_all_be_on_one_rank() -> None:
+    table, one = Table("interleaved", 2, 4, 2), np.ones(1)
+    end = Layers(1.0, one, one, 0 * one, np.zeros((4, 1)), 0.0)
+    idle = Layers(6.0, np.zeros(2), np.zeros(2), np.zeros(2), np.tile([1.0, 0.5], (4, 1)), 0.0)
+    turns = [LayerTurns(1, 1, 1, np.array([0.0, 1.0]), np.array([0.0, 2.0]), np.zeros(2))]
+
+    whole_s, cuts = FluidPipelines().whole(table, [end, idle, end], [7.0] * 2, 0.0, 0.0, 60.0, 10.0, turns)
+
+    assert whole_s < 60.0
+    assert cuts is not None

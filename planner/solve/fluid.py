@@ -36,7 +36,7 @@ spares most of them a program.
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
@@ -225,8 +225,7 @@ class FluidPipelines:
         program = _Program(table, runs, rooms, wait_s, least_end_s, in_order)
         if turns:
             program.leave_turns(turns, rooms, below_s)
-        for each in turns:
-            program.keep_options_whole(each, rooms, below_s)
+            program.keep_options_whole(turns, rooms, below_s)
         program.add([*_of_ranks(table), *self._paths.get(table, [])])
         program.deadline_s = self.deadline_s
         return program
@@ -436,51 +435,53 @@ class _Program:
                 if (share < 0).any():
                     self._model.addRow(0.0, inf, len(here), here, share)
                     self._order.append((r, s))
-        for q, room in enumerate(rooms):
-            here = everything[(self.rank == q) & (self.held > 0)]
-            scale = 1.0 / max(1.0, abs(room))
-            self._scales.append(scale)
-            self._model.addRow(-inf, room * scale, len(here), here, self.held[here] * scale)
         self.num = num
+        for q, room in enumerate(rooms):
+            self._scales.append(self._hold(np.where(self.rank == q, self.held, 0.0), room, room))
         self.amounts: Floats = np.zeros(num)
         self.deadline_s = float("inf")
         self.is_solved = False
 
-    def keep_options_whole(self, turns: LayerTurns, rooms: Sequence[float], below_s: float) -> None:
-        """What ranks run again at least from now on where layers of the run are whole; no rank has so many that a step
+    def _of_own_runs(self, turns: Sequence[LayerTurns]) -> Iterator[tuple[int, LayerTurns]]:
+        """(run of the program, turns of its layers), of runs that no others are united with."""
+        runs = ((self._united_of[each.run], each) for each in turns)
+        return ((run, each) for run, each in runs if self._united_of.count(run) == 1)
+
+    def _most(self, run: int, seconds: float, below_s: float) -> float:
+        """Layers of a run that a rank may hold in steps below that, if each takes so long for a micro-batch."""
+        busy_s = self.table.num_microbatches * seconds
+        return self.runs[run].count if busy_s <= 0 else min(self.runs[run].count, below_s / busy_s)
+
+    def keep_options_whole(self, turns: Sequence[LayerTurns], rooms: Sequence[float], below_s: float) -> None:
+        """What ranks run again at least from now on where layers of the runs are whole; no rank has so many that a step
         could not be below that."""
-        run, last, inf = self._united_of[turns.run], self.table.num_stages - 1, highspy.kHighsInf
-        if self._united_of.count(run) > 1:
-            return
-        layers, rank_of = self.runs[run], np.array(self.table.rank_of)
-        seconds = layers.forward_s + layers.backward_s
-        again_s = seconds - seconds.min()
-        unit_s = float(again_s.max()) or 1.0
+        rank_of, last, inf = np.array(self.table.rank_of), self.table.num_stages - 1, highspy.kHighsInf
         ends = {s: self.runs[r] for s, r in ((0, 0), (last, len(self.runs) - 1)) if self.runs[r].count == 1}
         held = {s: float(end.bytes[s].min()) for s, end in ends.items()}
-        certain = range(turns.ahead, self.table.num_stages - turns.after)  # stages with a layer of the run
-        fastest_s = self.table.num_microbatches * float(seconds.min())
-        for rank, room in enumerate(rooms):
-            stages = np.flatnonzero(rank_of == rank)
+        for (run, each), (rank, room) in product(self._of_own_runs(turns), enumerate(rooms)):
+            layers, stages = self.runs[run], np.flatnonzero(rank_of == rank)
+            seconds = layers.forward_s + layers.backward_s
+            again_s = seconds - seconds.min()
+            unit_s = float(again_s.max()) or 1.0
+            certain = range(each.ahead, self.table.num_stages - each.after)  # stages with a layer of the run
             own = [layers.bytes[stage] for stage in stages if stage in certain]
-            most = min(layers.count - (len(certain) - len(own)), below_s // fastest_s + 1)
-            each = least_again_s(
+            most = min(layers.count - (len(certain) - len(own)), self._most(run, float(seconds.min()), below_s) + 1)
+            least_s = least_again_s(
                 own,
                 layers.bytes[stages].min(axis=0),
                 again_s,
-                turns.alone,
-                turns.paired,
+                each.alone,
+                each.paired,
                 len(stages),
-                room + float(turns.left[rank]) - sum(held.get(int(stage), 0.0) for stage in stages),
+                room + float(each.left[rank]) - sum(held.get(int(stage), 0.0) for stage in stages),
                 max(int(most), len(own)),
             )
             here = np.flatnonzero((self.run == run) & (self.rank == rank)).astype(np.int32)
-            fitting = len(own) - 1 + np.isfinite(each).sum()
+            fitting = len(own) - 1 + np.isfinite(least_s).sum()
             self._model.addRow(0.0, float(fitting), len(here), here, np.ones(len(here)))
-            for start_s, slope_s in hull(len(own), each):
-                self._model.addRow(
-                    start_s / unit_s, inf, len(here), here, (again_s[self.option[here]] - slope_s) / unit_s
-                )
+            for start_s, slope_s in hull(len(own), least_s):
+                values = (again_s[self.option[here]] - slope_s) / unit_s
+                self._model.addRow(start_s / unit_s, inf, len(here), here, values)
 
     def leave_turns(self, turns: Sequence[LayerTurns], rooms: Sequence[float], below_s: float) -> None:
         """Every rank leaves room for the turns of its layers from now on, where steps are below that.
@@ -489,52 +490,52 @@ class _Program:
         the layers of an option take, which are no more than the step. Of the layers of a run in a stage all but one
         have another one after them.
         """
-        rank_of, inf = np.array(self.table.rank_of), highspy.kHighsInf
-        shares = self.table.num_microbatches * (self.seconds[0] + self.seconds[1] + self.seconds[2]) / below_s
+        rank_of = np.array(self.table.rank_of)
+        shares = self.table.num_microbatches * self.seconds.sum(axis=0) / below_s
         for rank, room in enumerate(rooms):
             extra, less = np.zeros((2, self.num)), 0.0
-            for each in turns:
-                run = self._united_of[each.run]
+            for run, each in self._of_own_runs(turns):
                 here = np.flatnonzero((self.run == run) & (self.rank == rank))
-                if self._united_of.count(run) > 1 or not len(here):
+                if not len(here):
                     continue
                 sizes = np.maximum(0.0, np.array([each.alone, each.paired]) - each.left[rank])
                 extra[:, here] = shares[here] * sizes[:, self.option[here]]
                 most = min(self.runs[run].count, float((rank_of == rank).sum()))
                 less += most * max(0.0, float((extra[1, here] - extra[0, here]).max()))
-            where = np.flatnonzero((self.rank == rank) & (self.held + extra.max(axis=0) > 0)).astype(np.int32)
-            scale = 1.0 / max(1.0, abs(room))
+            own = self.rank == rank
             for added, beside in zip(extra, (0.0, less), strict=True):
-                values = (self.held + added)[where] * scale
-                self._model.addRow(-inf, (room + beside) * scale, len(where), where, values)
+                self._hold(np.where(own, self.held + added, 0.0), room, room + beside)
 
     def keep_turns_whole(self, turns: Sequence[LayerTurns], rooms: Sequence[float], below_s: float) -> None:
         """Every rank leaves room for the largest turn of its layers from now on, of steps below that: for that of any
         option that some layer has, and of one with another layer after it, where more layers have the option than there
         are stages."""
         rank_of, inf = np.array(self.table.rank_of), highspy.kHighsInf
-        passes_s = self.table.num_microbatches * self.seconds.sum(axis=0)
-        for each, (rank, room) in product(turns, enumerate(rooms)):
-            run = self._united_of[each.run]
+        seconds = self.seconds.sum(axis=0)
+        for (run, each), (rank, room) in product(self._of_own_runs(turns), enumerate(rooms)):
             number = float((rank_of == rank).sum())
-            held = np.flatnonzero((self.rank == rank) & (self.held > 0))
-            for option, size in product(range(len(each.alone)), ("alone", "paired")):
+            for option, (alone, paired) in enumerate(zip(each.alone, each.paired, strict=True)):
                 here = np.flatnonzero((self.run == run) & (self.rank == rank) & (self.option == option))
-                without = 0.0 if size == "alone" else number
-                beside = float(getattr(each, size)[option] - each.left[rank])
-                if self._united_of.count(run) > 1 or not len(here) or beside <= 0:
-                    continue
-                most = min(self.runs[run].count, below_s / float(passes_s[here].min()))
-                if most <= without:
-                    continue
-                self._model.addVar(0.0, 1.0)
-                takes = self._model.getNumCol() - 1
-                self._model.changeColIntegrality(takes, highspy.HighsVarType.kInteger)
-                where = np.append(here, takes).astype(np.int32)
-                self._model.addRow(-inf, without, len(where), where, np.append(np.ones(len(here)), without - most))
-                scale = 1.0 / max(1.0, abs(room))
-                where = np.append(held, takes).astype(np.int32)
-                self._model.addRow(-inf, room * scale, len(where), where, np.append(self.held[held], beside) * scale)
+                for without, size in ((0.0, alone), (number, paired)) if len(here) else ():
+                    most, beside = self._most(run, float(seconds[here].min()), below_s), float(size - each.left[rank])
+                    if most <= without or beside <= 0:
+                        continue
+                    self._model.addVar(0.0, 1.0)
+                    takes = self._model.getNumCol() - 1
+                    self._model.changeColIntegrality(takes, highspy.HighsVarType.kInteger)
+                    where = np.append(here, takes).astype(np.int32)
+                    self._model.addRow(-inf, without, len(where), where, np.append(np.ones(len(here)), without - most))
+                    self._hold(np.where(self.rank == rank, self.held, 0.0), room, room, {takes: beside})
+
+    def _hold(self, each: Floats, room: float, most: float, beside: Mapping[int, float] | None = None) -> float:
+        """A row: what columns hold each, and those beside, is no more than `most` bytes. Returns what a byte is in it,
+        which counts in rooms of the rank."""
+        where = np.flatnonzero(each > 0)
+        columns = np.append(where, list(beside or ())).astype(np.int32)
+        scale = 1.0 / max(1.0, abs(room))
+        values = np.append(each[where], list((beside or {}).values())) * scale
+        self._model.addRow(-highspy.kHighsInf, most * scale, len(columns), columns, values)
+        return scale
 
     def add(self, paths: Sequence[CriticalPath]) -> None:
         """More paths that the step is no shorter than."""
