@@ -1,6 +1,6 @@
 """What the flags of several commands are called, take and mean."""
 
-import math
+import sys
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -52,62 +52,41 @@ def whole_number(text: str | int) -> int:
 
 @dataclass(frozen=True)
 class NumberFlag:
-    """A flag that takes a number of at least `least`; example: what a user may write."""
+    """A flag that takes a number, and which are allowed; example: what a user may write."""
 
     flag: str
     least: float
     example: str
+    most: float = sys.float_info.max
 
     def read(self, text: str) -> float:
         """The number that a flag's text says."""
-        value = number_of(text)
-        if value is None or not self.least <= value < math.inf:
-            raise typer.BadParameter(self.rule(text))
-        return value
-
-    def given(self, value: float | str) -> float:
-        """The number that Python code gives. Raises ValueError that names the flag."""
-        return _given(self, value)
-
-    def rule(self, found: object) -> str:
-        """What is wrong with a value, and what to write."""
-        return f"{found} is no number of at least {self.least:g}; write, for example, {self.example}"
-
-
-@dataclass(frozen=True)
-class ShareFlag:
-    """A flag that takes a share, and which are allowed."""
-
-    flag: str
-    least: float
-    most: float
-    example: float
-
-    def rule(self, found: object) -> str:
-        """What is wrong with a value, and what to write."""
-        return (
-            f"{found} is no share from {self.least:g} to {self.most:g}; write, for example, {self.example:g}, which is "
-            f"{self.example:.0%}"
-        )
-
-    def read(self, text: str) -> float:
-        """The share that a flag's text says."""
         value = number_of(text)
         if value is None or not self.least <= value <= self.most:
             raise typer.BadParameter(self.rule(text))
         return value
 
     def given(self, value: float | str) -> float:
-        """The share that Python code gives. Raises ValueError that names the flag."""
-        return _given(self, value)
+        """The number that Python code gives. Raises ValueError that names the flag."""
+        try:
+            return self.read(str(value))
+        except typer.BadParameter as error:
+            raise ValueError(f"{self.flag} {error.message}") from None
+
+    def rule(self, found: object) -> str:
+        """What is wrong with a value, and what to write."""
+        return f"{found} is no number of at least {self.least:g}; write, for example, {self.example}"
 
 
-def _given(flag: NumberFlag | ShareFlag, value: float | str) -> float:
-    """What Python code gives for a flag, by the flag's own rule. Raises ValueError."""
-    try:
-        return flag.read(str(value))
-    except typer.BadParameter as error:
-        raise ValueError(f"{flag.flag} {error.message}") from None
+class ShareFlag(NumberFlag):
+    """A flag that takes a share."""
+
+    def rule(self, found: object) -> str:
+        """What is wrong with a value, and what to write."""
+        return (
+            f"{found} is no share from {self.least:g} to {self.most:g}; write, for example, {self.example}, which is "
+            f"{float(self.example):.0%}"
+        )
 
 
 def number_of(text: str) -> float | None:
@@ -118,8 +97,8 @@ def number_of(text: str) -> float | None:
         return None
 
 
-MARGIN = ShareFlag("--memory-margin", 0.0, 0.9, 0.1)
-RISK = ShareFlag("--memory-risk", 0.001, 0.999, 0.05)
+MARGIN = ShareFlag("--memory-margin", 0.0, "0.1", most=0.9)
+RISK = ShareFlag("--memory-risk", 0.001, "0.05", most=0.999)
 PRICE = NumberFlag("--price-per-hour", 0.0, "2.50")
 TIME_LIMIT = NumberFlag("--time-limit", 0.1, "60")
 
