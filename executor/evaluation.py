@@ -27,16 +27,9 @@ Metric = Callable[[Any, Any], torch.Tensor | float]
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """While it lasts the model is in evaluation mode, and no gradients are kept; then modes are as they were. Torch's
-    fast path of nn.TransformerEncoder is off: it hands nested tensors from layer to layer, which nothing sends, and
-    reads weights past the layers that gather them."""
-    was_fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with in_evaluation(model), torch.no_grad():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(was_fast)
+    """While it lasts the model is in evaluation mode, and no gradients are kept; then modes are as they were."""
+    with in_evaluation(model), torch.no_grad():
+        yield
 
 
 @contextmanager

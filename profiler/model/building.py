@@ -51,12 +51,17 @@ def in_training(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def in_evaluation(module: nn.Module) -> Iterator[None]:
-    """While it lasts the module is in evaluation mode; then modes are as they were."""
+    """While it lasts the module is in evaluation mode; then modes are as they were. Torch's fast path of
+    nn.TransformerEncoder is off: it hands nested tensors from layer to layer, which nothing sends, and reads weights
+    past the layers that gather them."""
     modes = [(part, part.training) for part in module.modules()]
+    was_fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     module.eval()
     try:
         yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(was_fast)
         for part, training in modes:
             part.training = training
 

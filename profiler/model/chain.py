@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ..semantics.draws import dice
 from ..semantics.producers import Producers, is_wrapped
+from .building import in_evaluation
 from .chain_watch import CallEvent, ChainWatch, Cursor, Key, recording_outputs, stubbed
 from .fake import DecidesByValuesError, FakeModel
 from .forward_state import version_of
@@ -409,7 +410,7 @@ def unlike_crossings(fake: FakeModel, chain: LayerChain, size: int) -> tuple[str
                 "of one size (pad all batches alike)"
             )
     before = {name: version_of(parameter) for name, parameter in fake.module.named_parameters()}
-    with _in_evaluation(fake.module):
+    with in_evaluation(fake.module):
         missed = _unlike(fake, chain, fake.batch(size, fake.loaded.seq_len))
     written = next((n for n, p in fake.module.named_parameters() if version_of(p) != before[n]), "")
     if written:
@@ -446,21 +447,6 @@ def _miscounted(name: str, before: Iterable[Producer], after: Iterable[Producer]
     own, others = ([p for p in each if p.kind == "module" or p.name == name] for each in (before, after))
     same = next((i for i, (a, b) in enumerate(zip(own, others, strict=False)) if a != b), min(len(own), len(others)))
     return [producer for producer in own[same:] if producer.kind == "glue"]
-
-
-@contextmanager
-def _in_evaluation(module: nn.Module) -> Iterator[None]:
-    """Torch's fast path of nn.TransformerEncoder is off, as where plans evaluate."""
-    modes = [(part, part.training) for part in module.modules()]
-    was_fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    module.eval()
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(was_fast)
-        for part, training in modes:
-            part.training = training
 
 
 def _build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain:
