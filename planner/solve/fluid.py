@@ -11,7 +11,8 @@ n[s,r,o] >= 0 is how many layers of run r stage s holds with option o (recompute
 the schedule's table (simulate.CriticalPath): its passes take at least that long in any step of that schedule, so T is
 below the simulated step of every plan of the shape, for all cuts and all options, as long as bytes, seconds and waits
 are no more than the plan's and rooms no less. Paths are added until the step of the solution is no longer than T, or T
-has reached what is asked for. They belong to schedule, ranks and micro-batches alone: those that had a price in the
+has reached what is asked for. A search first leaves programs whose next paths say little, and brings those to their end
+whose shapes leave a gap. Paths belong to schedule, ranks and micro-batches alone: those that had a price in the
 last program of a table are where the next one begins. Runs are `Chain.alike`: neighbours of one kind are one run.
 
 Where kinds of layers take turns (three layers of one attention, then one of another), runs are as many as layers. The
@@ -57,10 +58,18 @@ TIGHT = 3e-4
 """Relative: a step that is no longer than that beyond T needs no further path."""
 
 MOST_ROUNDS = 100
-"""Times that paths are looked for in one program."""
+"""Times that paths are looked for in one program, where it is not to be brought to its end."""
+
+TO_THE_END_S = 4.0
+"""Seconds in which a program is brought to its end, if it is. Tried with Llama-3.1-405B on 16,384 GPUs, 16 ranks of
+five stages: left once ten rounds of paths say little it shows 7.60 s after 0.4 s, after four seconds 7.85 s."""
 
 STALLED = 10
 """Rounds after which a program that is not likely to reach what is asked for is left."""
+
+SHARES = (0.1, 0.3, 1.0)
+"""How far from the shortest step to the solution paths are looked for, one after the other. Tried with 126 layers in 80
+stages: 4.7 CPU s to the end of the program, 5.9 with 0.2 and 0.5 instead, 8.0 with a half alone."""
 
 MANY_IDLE = 0.4
 """Share of a program's paths that is dropped at a time, at least: each time what HiGHS factorised is made anew."""
@@ -187,10 +196,11 @@ class FluidPipelines:
         enough_s: float = float("inf"),
         turns: Sequence[LayerTurns] = (),
         in_order: bool = True,
+        until_s: float | None = None,
     ) -> tuple[float, Floats]:
         """(seconds that no step beats, or `enough_s` as soon as that is known to be less, [stage] -> layers that it
         holds in the solution); infinite if the layers cannot be held. Where not all cuts and options take as long, what
-        is found is not always the most that could be.
+        is found is not always the most that could be: unless there is a time until which it is looked for.
 
         rooms: [rank] -> bytes; wait_s: that a stage waits at least for the transfer on each of its sides; least_end_s:
         seconds that a step takes after the last pass of any rank, beyond those of layers (negative where they count
@@ -198,7 +208,7 @@ class FluidPipelines:
         or those of a kind may be in any stages.
         """
         program = self._program(table, runs, rooms, wait_s, least_end_s, in_order=in_order)
-        least_s = program.solve_with_paths(enough_s)
+        least_s = program.solve_with_paths(enough_s, until_s)
         if np.isinf(least_s) or not program.is_solved:
             return least_s, program.layers
         prices, self._paths[table] = program.prices()
@@ -207,7 +217,7 @@ class FluidPipelines:
         self.num_prices[table] += 1
         if turns and in_order and least_s < enough_s < float("inf"):
             program = self._program(table, runs, rooms, wait_s, least_end_s, turns, enough_s)
-            least_s = max(least_s, min(program.solve_with_paths(enough_s), enough_s))
+            least_s = max(least_s, min(program.solve_with_paths(enough_s, until_s), enough_s))
         return least_s, program.layers
 
     def _program(
@@ -242,12 +252,17 @@ class FluidPipelines:
         turns: Sequence[LayerTurns] = (),
     ) -> tuple[float, Floats | None]:
         """(seconds that no step with whole layers beats, [stage] -> layers it holds in a solution below `below_s`, if
-        one was found): the integer program, in so many seconds; first with whole layers on every rank, which says most
-        of it, then in every stage with every option. The bound is `below_s` where there is no solution."""
-        until_s = time.monotonic() + seconds
+        one was found): the program to its end, then the integer program, in so many seconds; first with whole layers on
+        every rank, which says most of it, then in every stage with every option. The bound is `below_s` where there is
+        no solution."""
+        end_s = min(time.monotonic() + TO_THE_END_S, self.deadline_s)
+        least_s, _ = self.least_s(table, runs, rooms, wait_s, least_end_s, below_s, turns, until_s=end_s)
+        if least_s >= below_s:
+            return below_s, None
+        until_s = min(time.monotonic() + seconds, self.deadline_s)
         program = self._program(table, runs, rooms, wait_s, least_end_s, turns, below_s)
         program.deadline_s = until_s
-        least_s = min(program.solve_with_paths(below_s, shorter_will_do=False), below_s)
+        least_s = max(least_s, min(program.solve_with_paths(below_s, until_s), below_s))
         if least_s >= below_s:
             return below_s, None
         program.keep_turns_whole(turns, rooms, below_s)
@@ -640,24 +655,30 @@ class _Program:
         seconds[1, :-1] += self.wait_s
         return seconds, _sums(self.rank, self.amounts * self.once_s, self.table.num_ranks) + self.least_end_s
 
-    def solve_with_paths(self, enough_s: float, shorter_will_do: bool = True) -> float:
+    def solve_with_paths(self, enough_s: float, until_s: float | None = None) -> float:
         """Least T for all paths that were found, infinite if the layers cannot be held; it ends once T is `enough_s`,
-        once it is not likely to get there, and if `shorter_will_do` once some amounts have a shorter step."""
+        once it is not likely to get there, and once some amounts have a shorter step; with `until_s` at that time
+        instead."""
         least_s, gained_s = 0.0, 0.0
         center, shortest_s = None, float("inf")
-        for number in range(MOST_ROUNDS):
+        number = 0
+        while True:
             found_s = self.solve()
             if found_s is None:
                 return float("inf")
             if not self.is_solved:
                 break
+            number += 1
             least_s = max(least_s, found_s)
             longer_than_s = least_s * (1 + TIGHT)
             if least_s >= enough_s or shortest_s <= longer_than_s:
                 break
-            if shorter_will_do and shortest_s < enough_s < float("inf"):
+            if until_s is not None:
+                if time.monotonic() >= until_s:
+                    break
+            elif shortest_s < enough_s < float("inf") or number == MOST_ROUNDS:
                 break
-            if number % STALLED == STALLED - 1:
+            elif number % STALLED == 0:
                 to_gain_s = TIGHT * least_s if enough_s == float("inf") else enough_s - least_s
                 if least_s - gained_s < to_gain_s / STALLED:
                     break
@@ -678,7 +699,7 @@ class _Program:
         solution = self.amounts
         at_solution = self.durations()
         center = solution if center is None else center
-        for share in (0.5, 1.0):
+        for share in SHARES:
             self.amounts = share * solution + (1 - share) * center
             paths = self.longer_paths(longer_than_s)
             at = self.durations()

@@ -218,7 +218,7 @@ class ShapeNode:
     Its bound holds for all of its plans, so what is found may be slower: then the bound stands, and the difference is a
     gap of the proof. by_kind: whether the bound knows all options, but not yet in which order kinds of layers come;
     raised: whether it knows all cuts and options as well as it can. asked: whether its best plan has been looked for,
-    found or not; settled: whether more cuts have been looked at after that. slower: as of `ShapesNode`.
+    found or not; settled: whether more cuts have been looked at after that. known, slower: as of `ShapesNode`.
     """
 
     bound: float
@@ -233,6 +233,7 @@ class ShapeNode:
     settled: bool = False
     cuts: NDArray[np.int64] | None = None
     found: Solved | None = None
+    known: int = 0
     slower: float = 1.0
 
     @cached_property
@@ -248,10 +249,8 @@ class ShapeNode:
 
     def children(self, cutoff_s: float, enough_s: float) -> "Iterator[ShapeNode]":
         """Itself with a bound that knows all options, then all cuts; none if that reaches the cut-off."""
+        self.learn()
         least_s, bounds = self.bound, self.search.bounds
-        if self.shape.pipeline > 1:  # other shapes have found prices since
-            which = self.space.leaves(self.family).each.index(self._leaf)
-            least_s = max(least_s, float(bounds.by_prices_s(self.family, self.space, np.array([which]))[0]))
         has_program = self.shape.pipeline > 1 and not self.has_few_cuts
         in_order = self.by_kind or not (has_program and bounds.kinds_take_turns)
         if least_s < enough_s and has_program:
@@ -263,6 +262,15 @@ class ShapeNode:
         self.raised = self.by_kind and in_order
         if least_s < cutoff_s:
             yield self
+
+    def learn(self) -> bool:
+        """Raise the bound by what programs of other shapes have found prices for since; whether that helps."""
+        found, before = self.search.bounds.num_prices(self.family), self.bound
+        if found > self.known:
+            which = np.array([self.space.leaves(self.family).each.index(self._leaf)])
+            least_s = self.search.bounds.by_prices_s(self.family, self.space, which, found - self.known)
+            self.bound, self.known = max(before, float(least_s[0])), found
+        return self.bound > before
 
     @property
     def _leaf(self) -> Leaf:
