@@ -558,7 +558,7 @@ def test_verify_reports_and_its_exit_code_says_whether_numbers_agree(
     assert "loss agrees [within 1e-4]" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["plan", "report", "sweep", "compare"])
+@pytest.mark.parametrize("command", slow.but(["plan", "report", "sweep", "compare"], {"sweep", "compare"}))
 def test_quiet_leaves_out_tables_where_it_says_so(saved: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     machine = ("--gpus", "2", "--device", "h100-80gb", "-b", "8", "--time-limit", "2")
     assert run_plan(saved, *machine, "-q") == 0
@@ -704,7 +704,7 @@ def test_a_picture_of_what_is_printed_is_refused_before_the_search(
     assert not Path("plan.json").exists()
 
 
-@pytest.mark.parametrize("columns", ["20", "40", "79", "500"])
+@pytest.mark.parametrize("columns", slow.but_these(["20", "40", "79", "500"], {"20"}))
 def test_numbers_are_whole_on_terminals_of_any_width(
     saved: str, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -583,8 +583,8 @@ HABITS: dict[str, Any] = {
 }
 
 FIRST = {
-    **dict.fromkeys(("averaging", "crops", "reads without gradient"), 0),
-    **dict.fromkeys(("hooked", "writes across", "twice, written into"), 1),
+    **dict.fromkeys(("crops", "reads without gradient"), 0),
+    **dict.fromkeys(("writes across", "twice, written into"), 1),
     "backbone": 1,
     "named": 2,
 }

@@ -96,7 +96,7 @@ def asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         yield wrong
 
 
-@pytest.mark.parametrize("asked", slow.but_first([*INTERLEAVED, *ASKED], 2), ids=lambda asked: str(asked.seed))
+@pytest.mark.parametrize("asked", slow.but_first([*INTERLEAVED, *ASKED], 1), ids=lambda asked: str(asked.seed))
 def test_methods_keep_what_they_would_find(asked: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
     with asked_anew(monkeypatch) as wrong:
         explorer = Explorer(asked.profile, asked.cluster, asked.training)
@@ -114,6 +114,7 @@ def _gpt() -> ModelProfile:
     return trace(small())
 
 
+@pytest.mark.slow
 def test_methods_keep_what_they_would_find_of_a_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that are cut, between others that are not, on GPUs that wait for their hosts."""
     profile, cluster = _gpt(), cluster_of(load_device("h100-80gb"), 4)
@@ -189,7 +190,7 @@ def test_a_key_without_what_counts_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     assert wrong == {"Wrong.times"}
 
 
-@pytest.mark.parametrize("asked", slow.but_first(ASKED, 2), ids=lambda asked: str(asked.seed))
+@pytest.mark.parametrize("asked", slow.but_first(ASKED, 1), ids=lambda asked: str(asked.seed))
 def test_an_explorer_that_has_answered_before_answers_as_a_new_one(asked: Instance) -> None:
     """Whatever it was asked: other pins, and for plans below a step that none has."""
     used = Explorer(asked.profile, asked.cluster, asked.training)

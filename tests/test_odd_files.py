@@ -186,8 +186,8 @@ def test_bounds_of_rows_are_not_cut() -> None:
     ("name", "pins"),
     [
         ("one_object", {"pipeline": 2}),
-        ("rotary_cached", {"pipeline": 2}),
         ("held_by_first", {"pipeline": 2}),
+        pytest.param("rotary_cached", {"pipeline": 2}, marks=pytest.mark.slow),
         pytest.param("inference_mode", {"pipeline": 2}, marks=pytest.mark.slow),
         pytest.param("mask_kept", {"pipeline": 2}, marks=pytest.mark.slow),
         pytest.param("mask_of_activations", {"pipeline": 2}, marks=pytest.mark.slow),

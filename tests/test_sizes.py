@@ -104,11 +104,8 @@ def test_any_number_of_gpus_has_a_plan(gpus: int) -> None:
     assert result.certificate.status == "optimal"
 
 
-@pytest.mark.parametrize(
-    "pins",
-    [Pins(micro_batch=1, tensor=8, pipeline=1), pytest.param(Pins(), marks=pytest.mark.slow)],
-    ids=["few", "all"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("pins", [Pins(micro_batch=1, tensor=8, pipeline=1), Pins()], ids=["few", "all"])
 def test_a_million_gpus_have_a_plan_by_solving_few_shapes(pins: Pins) -> None:
     result = planned(1_000_000, pins)
 

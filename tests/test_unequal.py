@@ -137,7 +137,7 @@ def test_a_pinned_zero_bubble_pipeline_is_the_best_of_all_cuts_and_orders_of_kin
         assert outcome.best.seconds == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", slow.but_these(range(40), {*range(3), 33}))  # 33 alone sees stages in a wrong order
+@pytest.mark.parametrize("seed", slow.but_these(range(40), {0, 33}))  # 33 alone sees stages in a wrong order
 def test_master_ilp_scan_and_search_agree_on_unequal_devices(seed: int) -> None:
     model, on, training = random_instance(1000 + seed)
     explorer, space = Explorer(model, on, training), Space(model, on, training, Pins())
@@ -154,7 +154,7 @@ def test_master_ilp_scan_and_search_agree_on_unequal_devices(seed: int) -> None:
         assert explored.seconds <= min(scanned) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", slow.but_first(range(40), 3))
+@pytest.mark.parametrize("seed", slow.but_these(range(40), {2}))
 def test_no_plan_on_unequal_devices_is_faster_than_the_bounds_that_know_memory(seed: int) -> None:
     model, on, training = random_instance(3000 + seed)
     explorer, space = Explorer(model, on, training), Space(model, on, training, Pins())
@@ -185,7 +185,7 @@ def longer_instance(seed: int) -> tuple[ModelProfile, ClusterSpec, TrainingSpec]
     return profile(classes, order, 1e6), on, TrainingSpec(global_batch=batch, seq_len=64, memory_margin=0.0)
 
 
-@pytest.mark.parametrize("seed", slow.but_first(range(12), 2))
+@pytest.mark.parametrize("seed", slow.but_first(range(12), 1))
 def test_no_plan_of_a_longer_chain_on_unequal_devices_is_faster_than_its_bounds(seed: int) -> None:
     model, on, training = longer_instance(seed)
     explorer, space, rng = Explorer(model, on, training), Space(model, on, training, Pins()), random.Random(seed)
