@@ -44,7 +44,8 @@ class AppliedModel:
 
     module: what to call, and what holds the parameters; `prefix` stands before their original names. model: the
     user's module in it. layout: what tensor parallelism did. units: (fully_shard unit, gives parameters back). experts:
-    parameters of which this rank has only some experts. context: this rank's tokens, where sequences are split.
+    parameters of which this rank has only some experts. without_dims: parameters that have none, but are held as
+    tensors of one element (see without_dims.py). context: this rank's tokens, where sequences are split.
     compiled: forwards of layers, to be switched on. casts: copies to compute with, with mechanism "cast".
     Replicas (mechanism "ddp") are not wrapped yet: what DDP must leave out is seen in the first forward.
     """
@@ -57,6 +58,7 @@ class AppliedModel:
     units: list[tuple[FSDPModule, bool]]
     experts: dict[str, HeldExperts]
     compiled: list[CompiledForward]
+    without_dims: frozenset[str] = frozenset()
     context: ContextParallel | None = None
     casts: Casts | None = None
 
@@ -192,7 +194,9 @@ def apply_plan(
         experts |= part.experts
     units = [unit for part in parts for unit in part.units]
     compiled = [forward for part in parts for forward in part.compiled]
-    return AppliedModel(chunks, chunks, "", parts[0].mechanism, layout, units, experts, compiled, context)
+    without_dims = frozenset[str]().union(*(part.without_dims for part in parts))
+    kind = parts[0].mechanism
+    return AppliedModel(chunks, chunks, "", kind, layout, units, experts, compiled, without_dims, context)
 
 
 def _part(
@@ -256,7 +260,9 @@ def _part(
     kind = mechanism(plan)
     units: list[tuple[FSDPModule, bool]] = []
     casts: Casts | None = None
+    without_dims: frozenset[str] = frozenset()
     if kind == "fsdp":
+        without_dims = frozenset(n for n, p in model.named_parameters(remove_duplicate=False) if not p.dim())
         units = _shard(module, model, plan, layers, mesh, materialise)
     else:
         materialise([module])
@@ -268,7 +274,7 @@ def _part(
     for passage in passages:
         passage.around()
     in_training(model)
-    return AppliedModel(module, model, prefix, kind, layout, units, experts, compiled, context, casts)
+    return AppliedModel(module, model, prefix, kind, layout, units, experts, compiled, without_dims, context, casts)
 
 
 def _keep_norms_in_fp32(model: nn.Module) -> None:

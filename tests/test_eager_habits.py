@@ -937,21 +937,6 @@ def test_parameters_without_elements_are_not_sharded() -> None:
     assert "data_shard: none has no elements to shard" in str(sharding_rule(trace(habit(Empty)), "fp32"))
 
 
-def test_a_parameter_without_dims_is_named_in_full_with_what_takes_none() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.gain = _linear(), nn.Parameter(torch.ones(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.linear(x) * self.gain
-            return out
-
-    rule = sharding_rule(trace(habit(lambda: nn.Sequential(_linear(), Scaled(), _linear()))), "fp32")
-
-    assert str(rule).startswith("data_shard: 1.gain has no dims, and fully_shard")
-
-
 def test_a_loss_over_pairs_of_samples_is_not_split_unless_the_user_says_so() -> None:
     loaded = habit(Towers, loss=_own_pairs)
 

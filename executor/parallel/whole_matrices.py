@@ -175,6 +175,8 @@ def whole_tensor(model: AppliedModel, mesh: RankMesh, name: str, tensor: torch.T
         return model.experts[name].whole(tensor.full_tensor(), mesh.expert_mesh.get_group("expert"))
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
+    if name in model.without_dims:
+        return tensor.view(())
     cut = model.cut(name)
     if cut is None:
         return tensor
@@ -254,7 +256,7 @@ def _placed(ranges: Sequence[range], first: int, rows: torch.Tensor) -> Iterator
 
 def whole_size(model: AppliedModel, name: str, p: nn.Parameter) -> torch.Size:
     """The shape of the whole of a parameter."""
-    shape = list(p.shape)
+    shape = [] if name in model.without_dims else list(p.shape)
     cut = model.cut(name)
     if name in model.experts:
         shape[0] = model.experts[name].count
@@ -321,7 +323,9 @@ class WholeMatrices:
     def _part(self, name: str, p: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a whole parameter."""
         cut = self._model.cut(name)
-        if name in self._model.experts:
+        if name in self._model.without_dims:
+            whole = whole.view(1)
+        elif name in self._model.experts:
             whole = self._model.experts[name].local(whole)
         elif cut is not None:
             whole = cut.local(whole, self._mesh.coordinates["tensor"])
@@ -366,10 +370,16 @@ Groups = list[dict[str, Any]]
 """Of each parameter group its options, and under "params" the names of its parameters."""
 
 
+def _has_other_shapes(model: AppliedModel, plan: Plan) -> bool:
+    """Whether ranks hold parameters in other shapes than the model has them in. (What fully_shard divides is a DTensor,
+    which tells the shape of the whole.)"""
+    return plan.degrees.tensor * plan.degrees.expert > 1 or bool(model.without_dims)
+
+
 def _groups_of_whole(make: MakeOptimizer, model: AppliedModel, plan: Plan) -> Groups | None:
     """The groups that the user's function makes of whole parameters, without memory; None where ranks have whole ones
     anyway, or the function needs their numbers."""
-    if plan.degrees.tensor * plan.degrees.expert == 1:
+    if not _has_other_shapes(model, plan):
         return None
     whole = {
         name: nn.Parameter(torch.empty(whole_size(model, name, p), dtype=p.dtype, device="meta"), p.requires_grad)
@@ -397,7 +407,7 @@ def _check_groups(
 ) -> None:
     """Raise ValueError, on every rank, if the user's function steps this rank's parts of parameters otherwise than
     whole ones, for it went by their shapes."""
-    if plan.degrees.tensor * plan.degrees.expert == 1 or not peers_answer(mesh):
+    if not _has_other_shapes(model, plan) or not peers_answer(mesh):
         return
     found = _groups(optimizer, model.parameters)
     here = {name: group for group in found for name in group["params"]}
@@ -407,6 +417,12 @@ def _check_groups(
     dist.all_gather_object(told, other and (other, tuple(model.parameters[other].shape)))
     if any(told):
         name, shape = next(filter(None, told))
+        if name in model.without_dims:
+            raise ValueError(
+                f"optimizer=... puts {name}, which has no dims, into another group where it is held as a tensor of one "
+                "element, which shards are cut from: it goes by the number of dims. Let it go by names "
+                "(optimizer=lambda named: ...) or by p.numel() == 1, or plan for replicas (--setup ddp)"
+            )
         raise ValueError(
             f"optimizer=... puts {name}, of which a rank has a part of {list(shape)}, into another group than all of "
             "it: it goes by shapes, which are those of parts under tensor and expert parallelism. Let it go by names "

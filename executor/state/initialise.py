@@ -23,6 +23,7 @@ from ...profiler.model.fake_modes import fake_mode
 from ...profiler.model.held_tensors import HeldTensors, keep_hooks
 from ..parallel.expert import HeldExperts
 from ..parallel.tensor_layout import ParameterCut
+from ..parallel.without_dims import read_without_dims
 from ..torch_compat import replaced_truncated_normal
 
 BUILD_LIMIT_BYTES = 4 * 2**30
@@ -384,7 +385,7 @@ class Materialiser:
         """Materialise what is on the meta device in these modules; parameters that were one object stay one.
 
         mesh: what fully_shard gets next with these modules: rows that it will not leave on this rank are memory
-        without numbers.
+        without numbers, and what has no dims becomes a tensor of one element (see without_dims.py).
         """
         # What fully_shard divides must be freed then, and no other call asks for it.
         made = self._made if mesh is None else {}
@@ -394,10 +395,15 @@ class Materialiser:
                 self._buffers(submodule)
 
     def _parameters(self, module: nn.Module, mesh: DeviceMesh | None, made: dict[int, torch.Tensor]) -> None:
+        given_dims: list[str] = []
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 own = self._once(parameter, lambda p: self._make(p, mesh), made)
                 module._parameters[name] = own  # type: ignore[assignment]
+                if own.dim() > parameter.dim():
+                    given_dims.append(name)
+        if given_dims:
+            read_without_dims(module, given_dims)
 
     def _once(
         self, tensor: torch.Tensor, make: Callable[[Any], torch.Tensor], made: dict[int, torch.Tensor]
@@ -413,6 +419,7 @@ class Materialiser:
             made = self._own_rows(name, parameter, mesh)
         else:
             made = self._on_device(self._values.parameter(name))
+            made = made if mesh is None else made.view(1)
         made = nn.Parameter(made, requires_grad=parameter.requires_grad)
         keep_hooks(parameter, made)
         return made

@@ -43,7 +43,10 @@ class ModelState:
             return [replace(b, whole=whole, offsets=(b.offsets[0] + part.first, *b.offsets[1:])) for b in held]
         at, degrees = self._mesh.coordinates, self._plan.degrees
         shard_rank = at["data_shard"] * degrees.context + at["context"]
-        return boxes(key, tensor, self._model.cut(own_name), at["tensor"], shard_rank, degrees.sharded_over)
+        found = boxes(key, tensor, self._model.cut(own_name), at["tensor"], shard_rank, degrees.sharded_over)
+        if own_name in self._model.without_dims:
+            return [Box(key, torch.Size(), (), box.tensor.view(())) for box in found]
+        return found
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         persistent = self._model.module.state_dict().keys()
@@ -136,10 +139,12 @@ class State(ModelState):
     def optimizer_boxes(self, saved: Metadata) -> tuple[list[Box], dict[str, dict[str, torch.Tensor]]]:
         """(where to read a saved optimizer state to, name here -> state -> the tensors that are filled so)."""
         kinds: dict[str, list[str]] = {}
+        have_dims: set[str] = set()
         for key, entry in saved.state_dict_metadata.items():
             name, _, kind = key.removeprefix("optimizer.").rpartition(".")
             if key.startswith("optimizer.") and isinstance(entry, TensorStorageMetadata):
                 kinds.setdefault(name, []).append(kind)
+                have_dims |= {kind} if entry.size else set()
         found: list[Box] = []
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         for p in self._parameters:
@@ -149,6 +154,10 @@ class State(ModelState):
                 entry = saved.state_dict_metadata[key]
                 assert isinstance(entry, TensorStorageMetadata)
                 stepped = self._stepped[p.own_name]
+                if not entry.size and _is_one_value(kind, have_dims):
+                    own[kind] = torch.zeros((), dtype=entry.properties.dtype)
+                    found.append(Box(key, entry.size, (), own[kind]))
+                    continue
                 if self._is_whole(p):
                     own[kind] = torch.zeros(entry.size, dtype=entry.properties.dtype, device=stepped.device)
                 else:
@@ -216,7 +225,7 @@ class State(ModelState):
         scalars: dict[str, dict[str, Any]] = {}
         for p in self._parameters:
             for kind, value in self._optimizer.state.get(self._stepped[p.own_name], {}).items():
-                if not isinstance(value, torch.Tensor) or value.dim() == 0 < p.tensor.dim():
+                if not isinstance(value, torch.Tensor) or value.dim() == 0 < self._stepped[p.own_name].dim():
                     scalars.setdefault(p.name, {})[kind] = value
                 elif value.shape == p.tensor.shape or self._is_whole(p):
                     tensors[p.own_name][kind] = value
@@ -237,6 +246,13 @@ class State(ModelState):
             }
             for group in self._optimizer.param_groups
         ]
+
+
+def _is_one_value(kind: str, have_dims: set[str]) -> bool:
+    """Whether a state without dims, of a parameter without dims, is a count or the like, and not shaped as the
+    parameter. have_dims: states that other parameters have with dims; where no others were trained, torch's own name
+    for a count (Optimizer.load_state_dict goes by it, too) tells."""
+    return kind not in have_dims if have_dims else kind == "step"
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

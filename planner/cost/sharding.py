@@ -19,9 +19,11 @@ def shard_dim(shape: tuple[int, ...], degree: int) -> int:
 
 
 def padded_elements(shape: tuple[int, ...], degree: int) -> int:
-    """Elements of a parameter once it is padded for `degree` ranks, each of which holds 1/degree of them."""
-    if not shape or degree == 1:
+    """Elements of a parameter once it is padded for `degree` ranks, each of which holds 1/degree of them. One without
+    dims is sharded as a tensor of one."""
+    if degree == 1:
         return math.prod(shape)
+    shape = shape or (1,)
     dim = shard_dim(shape, degree)
     return math.prod((*shape[:dim], _padded(shape[dim], degree), *shape[dim + 1 :]))
 

@@ -86,6 +86,11 @@ def _refuse_everywhere(plan: Plan, target: Target) -> None:
             f"{name} keeps no frozen weights in 4 bits: export to accelerate or deepspeed, or plan with --lora "
             "...,base=bf16"
         )
+    if plan.model.without_dims and plan.degrees.sharded_over > 1 and target in ("torchtitan", "accelerate"):
+        raise ValueError(
+            f"{plan.model.without_dims} has no dims, and {name} gives it to fully_shard as it is, which takes none: "
+            f"make it a tensor of one element, or plan --for {target}"
+        )
     if plan.offload_optimizer and not FRAMEWORKS[target].offloads_optimizer:
         raise ValueError(
             f"the optimizer runs on the host; {name} moves parameters and gradients there, too: export to megatron or "

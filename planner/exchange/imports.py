@@ -12,6 +12,7 @@ from ..plan.document import AXES, Axis, ContextKind, Plan, Recompute
 from ..plan.legality import (
     can_recompute,
     context_rule,
+    dims_rule,
     divisors,
     expert_rule,
     legal_cuts,
@@ -163,6 +164,7 @@ def _check_legal(layout: Layout, profile: ModelProfile, training: TrainingSpec) 
         context_rule(profile, layout.context, layout.tensor, layout.context_kind),
         expert_rule(profile, layout.expert, layout.sequence),
         sharding_rule(profile, training.precision) if wrapped else None,
+        dims_rule(profile, name) if wrapped else None,
     )
     for rule in rules:
         if rule is not None:

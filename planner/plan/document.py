@@ -182,6 +182,7 @@ class ModelReference(Frozen):
     expert_modules: tuple[str, ...] = Field(default=(), description="banks of experts; each token runs by itself there")
     packed: bool = Field(default=False, description="frozen weights are kept in 4 bits")
     decides_by_values: bool = Field(default=False, description="ranks may run different layers in the same step")
+    without_dims: str = Field(default="", description="the first parameter that has no dims")
     returns_loss: bool = False
     batch: tuple[BatchTensor, ...] = Field(default=(), description="tensors of one sample, and where more samples go")
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 from ...profiler.model.model_profile import ModelProfile
 from .block_row import block_row
 from .document import AXES, Axis, ContextKind, Plan, Recompute, parts_in_words
-from .legality import has_experts, inner_cuts, stage_starts, undivided
+from .legality import dims_rule, has_experts, inner_cuts, stage_starts, undivided
 from .schedules import Schedule
 from .shape import Shape
 from .training import COMPILING, REFERENCE, Precision, TrainingSpec
@@ -205,6 +205,10 @@ def _megatron_expert_state(asked: Asked) -> str | None:
     return None
 
 
+def _dims(name: str) -> Rule:
+    return lambda asked: dims_rule(asked.profile, name) if asked.shape.sharded_over > 1 else None
+
+
 def _titan_experts(asked: Asked) -> str | None:
     if asked.shape.tensor == 1 or not has_experts(asked.profile):
         return None
@@ -283,7 +287,7 @@ FRAMEWORKS: dict[Target, Framework] = {
             contexts=("all_gather",),
             experts=True,
             rules=(_whole, _titan_experts),
-            data_rules=(_titan_precision,),
+            data_rules=(_titan_precision, _dims("torchtitan")),
         ),
         Framework(
             target="accelerate",
@@ -299,7 +303,7 @@ FRAMEWORKS: dict[Target, Framework] = {
                 _no_sequence("Accelerate", "the model's tp_plan, no sequence parallelism of its own"),
                 _no_experts("Accelerate", "has no expert ranks in its ParallelismConfig"),
             ),
-            data_rules=(_accelerate_data,),
+            data_rules=(_accelerate_data, _dims("Accelerate")),
         ),
         Framework(
             target="deepspeed",

@@ -2,10 +2,10 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from ...profiler.model.model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut
+from ...profiler.model.model_profile import LayerClass, LayerProfile, ModelProfile, ParameterProfile, TensorCut
 from .document import ContextKind, Recompute, parts_of
 from .module_list_experts import listed_experts
 from .shape import Shape
@@ -208,8 +208,8 @@ def _names_read(profile: ModelProfile, sliced: bool) -> set[str]:
 
 
 def sharding_rule(profile: ModelProfile, precision: Precision) -> str | None:
-    """The rule that excludes torch's fully_shard: it takes no parameter without dims, hooks itself onto what goes into
-    a layer, where nothing may be written in place, and casts parameters, but no buffers."""
+    """The rule that excludes torch's fully_shard: it takes no parameter without elements, hooks itself onto what goes
+    into a layer, where nothing may be written in place, and casts parameters, but no buffers."""
     if profile.decides_by_values:
         return (
             f"data_shard: {profile.decides_by_values} decides by values, so ranks may run different layers and wait "
@@ -226,17 +226,37 @@ def sharding_rule(profile: ModelProfile, precision: Precision) -> str | None:
         layer_class = profile.classes[layer.layer_class]
         if layer_class.writes_input and layer_class.parameters:
             return f"data_shard: {layer_class.name} writes into its input; use relu(x) for relu_(x), x + y for x += y"
-        for parameter in layer_class.parameters:
-            inside = f"{layer.root}.{parameter.name}".strip(".")
-            name = inside if inside in layer.parameters else parameter.name
-            if not parameter.shape:
-                return (
-                    f"data_shard: {name} has no dims, and fully_shard, by which shards, tensor and context ranks "
-                    "train, takes none such; make it a tensor of one"
-                )
+        for name, parameter in _named(layer, layer_class):
             if 0 in parameter.shape:
                 return f"data_shard: {name} has no elements to shard; leave it out"
     return None
+
+
+def without_dims(profile: ModelProfile) -> str:
+    """The first parameter without dims, by its full name; "" if all have some."""
+    for layer in profile.layers:
+        for name, parameter in _named(layer, profile.classes[layer.layer_class]):
+            if not parameter.shape:
+                return name
+    return ""
+
+
+def dims_rule(profile: ModelProfile, framework: str) -> str | None:
+    """The rule that excludes shards where a framework gives fully_shard parameters as they are, or None."""
+    name = without_dims(profile)
+    if not name:
+        return None
+    return (
+        f"data_shard: {name} has no dims, and fully_shard, which {framework} gives it to as it is, takes none such; "
+        "make it a tensor of one element"
+    )
+
+
+def _named(layer: LayerProfile, layer_class: LayerClass) -> Iterator[tuple[str, ParameterProfile]]:
+    """Parameters of a layer by their full names."""
+    for parameter in layer_class.parameters:
+        inside = f"{layer.root}.{parameter.name}".strip(".")
+        yield (inside if inside in layer.parameters else parameter.name), parameter
 
 
 def pipeline_rule(profile: ModelProfile, pipeline: int, most_stages: int) -> str | None:

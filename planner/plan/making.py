@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
 from .document import ClassPlan, LayerPlan, ModelReference, Plan, Stage
-from .legality import chosen_cuts, is_cut, is_sequence_cut
+from .legality import chosen_cuts, is_cut, is_sequence_cut, without_dims
 from .shape import Cuts, LayerOption, Shape
 from .training import TrainingSpec
 
@@ -83,6 +83,7 @@ def reference_of(profile: ModelProfile) -> ModelReference:
         expert_modules=profile.expert_modules,
         packed=profile.packed,
         decides_by_values=bool(profile.decides_by_values),
+        without_dims=without_dims(profile),
         returns_loss=profile.returns_loss,
         batch=profile.batch,
     )

@@ -110,12 +110,14 @@ def plan_of(
     virtual_stages: int = 1,
     schedule: Schedule = "1f1b",
     on_host: bool = False,
+    context: int = 1,
 ) -> Plan:
     """A plan of TiedNet with these degrees; stages: layers of each. on_host: the optimizer is there."""
     shape = Shape(
         data_replicate=replicate,
         data_shard=shard,
         tensor=tensor,
+        context=context,
         pipeline=max(1, len(stages) // virtual_stages),
         virtual_stages=virtual_stages,
         micro_batch=GLOBAL_BATCH // (replicate * shard) // 2,
@@ -124,8 +126,8 @@ def plan_of(
         offload_optimizer=on_host,
     )
     sizes = stages or (len(profile.layers),)
-    ranks = replicate * shard * tensor * shape.pipeline
-    training = TrainingSpec(global_batch=GLOBAL_BATCH, precision="fp32")
+    ranks = replicate * shard * tensor * context * shape.pipeline
+    training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=profile.seq_len, precision="fp32")
     return make_plan(profile, cluster(1, ranks), training, shape, [[LayerOption()] * n for n in sizes])
 
 
