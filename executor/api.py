@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..planner.plan.document import Plan
 from ..planner.plan.training import Objective
 from ..profiler.document import write_file
 from ..profiler.machine.cluster import ClusterSpec, Device, device_names, load_device
+from ..profiler.machine.units import gpus_in_words
 from ..profiler.model.adapters import with_lora
 from ..profiler.model.model_profile import ModelProfile
 from ..profiler.model.source import PADDED
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from .measuring.compare import Comparison
     from .measuring.verify import VerifyReport
     from .reporting.report_facts import Facts
+    from .reporting.sweep_report import Worth
     from .tuning.cut_down import ProfileWithout
     from .tuning.record import Record
     from .tuning.rounds import Tuned
@@ -524,25 +526,12 @@ def plan(
     if known is not None and any(each is not None for each in (gpus, device, gpus_per_node, instance, nodes)):
         raise ValueError(f"cluster= is {known.name}, which says which devices there are: leave out gpus and device")
     job = JobOptions(
-        machine=replace(
-            _machine(gpus, device, gpus_per_node, file),
-            instance=instance,
-            nodes=_count("--nodes", nodes),
-            price_per_hour=None if price_per_hour is None else PRICE.given(price_per_hour),
-        ),
+        machine=_machine(gpus, device, gpus_per_node, file, instance, nodes, price_per_hour),
         global_batch=_count("--global-batch", global_batch),
         seq_len=_count("--seq-len", seq_len),
         stack=_stack(precision, optimizer, software, memory_margin, memory_risk),
     )
-    choices = PlanOptions(
-        made_for=fits,
-        pin=_texts(pin),
-        most=_texts(at_most),
-        forbid=_texts(forbid),
-        recompute=recompute,
-        micro_batch=_count("--micro-batch", micro_batch),
-        space=_one_of("--space", space, SpaceOf),
-    )
+    choices = _choices(fits, pin, at_most, forbid, recompute, micro_batch, space)
     best_at = _one_of("--objective", objective, Objective)
     padded, seconds = _count("--pad-vocab", pad_vocab), TIME_LIMIT.given(time_limit)
     request = Request(model, job, choices, best_at, seconds, cache, known, batch, loss, setup, padded, lora)
@@ -598,11 +587,13 @@ def profile(
 
 @dataclass(frozen=True, repr=False)
 class Swept:
-    """The points of a sweep in order, questions that could not be asked with the reason, and what must be said."""
+    """The points of a sweep in order, questions that could not be asked with the reason, what must be said, and, where
+    it was asked for, what more of each resource would be worth at each point."""
 
     points: "tuple[Point, ...]"
     left_out: "tuple[LeftOut, ...]" = ()
     notes: tuple[str, ...] = ()
+    worth: "tuple[Worth, ...]" = ()
 
     def __iter__(self) -> "Iterator[Point]":
         return iter(self.points)
@@ -613,12 +604,36 @@ class Swept:
     def __getitem__(self, index: int) -> "Point":
         return self.points[index]
 
-    def __str__(self) -> str:
+    @property
+    def price_per_hour(self) -> float | None:
+        """US dollars of one GPU, if anyone has said them."""
+        return self.points[0].cluster.device.price_per_hour
+
+    @property
+    def document(self) -> "dict[str, Any]":
+        """All of it as plain data, which `plan sweep --json` prints."""
+        from .reporting.sweep_report import sweep_document
+
+        return sweep_document(self.points, self.worth, self.notes, self.price_per_hour, self.left_out)
+
+    def write(self, path: str | Path) -> Path:
+        """Write it as the file's name says: .png, .html or .json. Raises ValueError where a picture would be empty."""
+        from .reporting.sweep_report import check_target, write
+
+        check_target(Path(path))
+        write(Path(path), self.points, self.worth, self.document, self.price_per_hour)
+        return Path(path)
+
+    def show(self, console: "Console") -> None:
+        """Print the tables, and what must be said of them."""
         from ..planner.answers.sweep import left_out_in_words
         from .reporting.sweep_report import print_sweep
 
         said = [*self.notes, *left_out_in_words(self.left_out)]
-        return terminal.as_text(lambda console: print_sweep(console, self.points, (), said, None))
+        print_sweep(console, self.points, self.worth, said, self.price_per_hour)
+
+    def __str__(self) -> str:
+        return terminal.as_text(self.show)
 
     __repr__ = __str__
 
@@ -628,20 +643,26 @@ def swept(
     machine: MachineOptions,
     lengths: Sequence[int | None],
     stack: StackOptions,
-    pins: "Pins",
+    choices: PlanOptions,
     *,
     global_batch: str | None = None,
     scale_batch: bool = False,
+    prices: bool = False,
     time_limit_s: float = 60.0,
     use_cache: bool = True,
+    batch: "MakeBatch | None" = None,
+    loss: "Loss | None" = None,
+    lora: "Lora | None" = None,
     waiting: terminal.Waiting,
 ) -> Swept:
     """The best plan at every number of GPUs and length. What cannot be asked at a point ends the sweep only where it
-    cannot be asked at any; where nothing fits, the point says so."""
-    from ..planner.answers.sweep import LeftOut
+    cannot be asked at any; where nothing fits, the point says so. prices: also what more of each resource is worth."""
+    from ..planner.answers.sweep import LeftOut, marginal_prices, robustness
     from ..planner.answers.sweep import sweep as answered
     from .commands.sweep_grid import batches_of, machines_of
+    from .reporting.sweep_report import Worth
 
+    pins, stack = choices.pins(), choices.stack(stack)
     machines = machines_of(machine)
     counts = [each.num_devices for each in machines]
     left_out = [each for each in machines if isinstance(each, LeftOut)]
@@ -649,8 +670,8 @@ def swept(
     notes: list[str] = []
     for length in lengths:
         try:
-            request = Request(model, JobOptions(seq_len=length), use_cache=use_cache)
-            found, _ = profiled(request, waiting)
+            job = JobOptions(seq_len=length)
+            found, _ = profiled(Request(model, job, use_cache=use_cache, batch=batch, loss=loss, lora=lora), waiting)
         except ValueError as error:
             if type(error) is not ValueError:  # a mistake of ours, not of the point
                 raise
@@ -658,12 +679,17 @@ def swept(
             left_out += [LeftOut(count, length, str(error)) for count in counts]
             continue
         batches, notes = batches_of(global_batch, counts, found.global_batch, scale_batch)
-        for part, batch in zip(machines, batches, strict=True):
+        for part, samples in zip(machines, batches, strict=True):
             if isinstance(part, ClusterSpec):
-                jobs.append((found, part, inputs.read_training(found, part, batch, stack)[0]))
+                jobs.append((found, part, inputs.read_training(found, part, samples, stack)[0]))
     if not jobs:
         raise errors[0]
-    return Swept(answered(jobs, pins, time_limit_s, waiting), tuple(left_out), tuple(notes))
+    points = answered(jobs, pins, time_limit_s, waiting)
+    worth = []
+    for point in points if prices else ():
+        waiting(f"pricing what more of each resource is worth on {gpus_in_words(point.num_devices)}")
+        worth.append(Worth(marginal_prices(point, pins), robustness(point)))
+    return Swept(points, tuple(left_out), tuple(notes), tuple(worth))
 
 
 def sweep(
@@ -674,34 +700,59 @@ def sweep(
     device: str | Path | None = None,
     gpus_per_node: int | None = None,
     cluster: str | Path | None = None,
-    global_batch: int | None = None,
+    instance: str | None = None,
+    nodes: int | None = None,
+    price_per_hour: float | None = None,
+    global_batch: int | Iterable[int] | None = None,
+    scale_batch: bool = False,
+    prices: bool = False,
     precision: str | None = None,
     optimizer: str = "adamw",
     software: str | None = None,
     memory_margin: float | None = None,
     memory_risk: float | None = None,
+    fits: str | None = None,
+    lora: "Lora | None" = None,
     pin: Pinned = (),
+    at_most: Pinned = (),
+    forbid: str | Iterable[str] = (),
+    recompute: str | None = None,
+    micro_batch: int | None = None,
+    space: str = "run",
     time_limit: float = 60.0,
+    batch: "MakeBatch | None" = None,
+    loss: "Loss | None" = None,
     cache: bool = True,
+    progress: bool = False,
 ) -> Swept:
-    """The best plan at each number of GPUs and each sequence length, at one global batch; a point where nothing fits,
-    or something is wrong, says why and does not end the sweep."""
+    """The best plan at each number of GPUs and each sequence length; a point where nothing fits, or something is wrong,
+    says why and does not end the sweep.
+
+    global_batch: of all points, or one for each of `gpus`. scale_batch: it is that of the fewest GPUs, and grows with
+        them. prices: also what more memory, bandwidth and compute would be worth at each point.
+
+    The rest is as for `plan`.
+    """
     counts = None if gpus is None else ",".join(map(str, _each_of("gpus", gpus)))
-    machine = replace(_machine(None, device, gpus_per_node, cluster), gpus=counts)
     lengths = [None] if seq_len is None else [_count("--seq-len", length) for length in _each_of("seq_len", seq_len)]
-    stack = _stack(precision, optimizer, software, memory_margin, memory_risk)
-    pins = PlanOptions(pin=_texts(pin)).pins()
-    batch = None if global_batch is None else str(global_batch)
-    with terminal.Waiting(quiet=True) as waiting:
+    samples = None if global_batch is None else ",".join(map(str, _each_of("global_batch", global_batch)))
+    machine = _machine(None, device, gpus_per_node, cluster, instance, nodes, price_per_hour)
+    choices = _choices(fits, pin, at_most, forbid, recompute, micro_batch, space)
+    with terminal.Waiting(quiet=not progress) as waiting:
         return swept(
             model,
-            machine,
+            replace(machine, gpus=counts),
             lengths,
-            stack,
-            pins,
-            global_batch=batch,
+            _stack(precision, optimizer, software, memory_margin, memory_risk),
+            choices,
+            global_batch=samples,
+            scale_batch=scale_batch,
+            prices=prices,
             time_limit_s=TIME_LIMIT.given(time_limit),
             use_cache=cache,
+            batch=batch,
+            loss=loss,
+            lora=lora,
             waiting=waiting,
         )
 
@@ -782,13 +833,42 @@ def _answers(
 
 
 def _machine(
-    gpus: int | None, device: str | Path | None, gpus_per_node: int | None, cluster: str | Path | None
+    gpus: int | None,
+    device: str | Path | None,
+    gpus_per_node: int | None,
+    cluster: str | Path | None,
+    instance: str | None = None,
+    nodes: int | None = None,
+    price_per_hour: float | None = None,
 ) -> MachineOptions:
     return MachineOptions(
         gpus=None if gpus is None else str(gpus),
         device=None if device is None else str(device),
         gpus_per_node=_count("--gpus-per-node", gpus_per_node),
         cluster=None if cluster is None else Path(cluster),
+        instance=instance,
+        nodes=_count("--nodes", nodes),
+        price_per_hour=None if price_per_hour is None else PRICE.given(price_per_hour),
+    )
+
+
+def _choices(
+    fits: str | None,
+    pin: Pinned,
+    at_most: Pinned,
+    forbid: str | Iterable[str],
+    recompute: str | None,
+    micro_batch: int | None,
+    space: str,
+) -> PlanOptions:
+    return PlanOptions(
+        made_for=fits,
+        pin=_texts(pin),
+        most=_texts(at_most),
+        forbid=_texts(forbid),
+        recompute=recompute,
+        micro_batch=_count("--micro-batch", micro_batch),
+        space=_one_of("--space", space, SpaceOf),
     )
 
 

@@ -1,5 +1,7 @@
 """The names of `meshwright`: what they take, what they give, and what they do not import."""
 
+import inspect
+import json
 import math
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.executor.cli import main
+from meshwright.executor.commands.sweep import _sweep_command
 from meshwright.planner.plan.document import load_plan
 from support.cli import run_plan, save_profile, small_profile
 from support.interpreter import modules_after
@@ -199,6 +202,51 @@ def test_numbers_of_a_sweep_are_said_alike() -> None:
         mw.sweep(profile, [], device="h100-80gb")
     with pytest.raises(ValueError, match=r"seq_len=\[\] has no number"):
         mw.sweep(profile, 2, seq_len=[], device="h100-80gb")
+
+
+def test_a_sweep_takes_all_that_its_command_takes() -> None:
+    called_otherwise = {"made_for": "fits", "most": "at_most", "no_cache": "cache", "quiet": "progress"}
+    by_methods = {"output", "as_json"}
+    flags = inspect.signature(_sweep_command).parameters.keys() - by_methods
+
+    assert {called_otherwise.get(flag, flag) for flag in flags} <= inspect.signature(mw.sweep).parameters.keys()
+
+
+def test_a_sweep_from_python_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    saved = str(save_profile(Path()))
+    words = ["--gpus", "1,2", "--instance", "g6e.12xlarge", "--device", "h100-80gb"]
+    assert run_plan("sweep", saved, *words) == 2
+    assert "leave out --device" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="leave out --device"):
+        mw.sweep(saved, [1, 2], instance="g6e.12xlarge", device="h100-80gb")
+    words = ["--global-batch", "8", "--scale-batch", "--price-per-hour", "2", "--max", "tensor=1", "--micro-batch", "4"]
+    assert run_plan("sweep", saved, "--gpus", "1,2", "--device", "h100-80gb", *words, "--prices", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+
+    found = mw.sweep(
+        saved,
+        [1, 2],
+        device="h100-80gb",
+        global_batch=8,
+        scale_batch=True,
+        price_per_hour=2,
+        at_most="tensor=1",
+        micro_batch=4,
+        prices=True,
+    )
+
+    document = json.loads(json.dumps(found.document))
+    for each in (*document["points"], *told["points"]):
+        assert each.pop("search_seconds", 0) >= 0
+    assert [point["global_batch"] for point in told["points"]] == [8, 16]
+    assert document["points"] == told["points"]
+    assert document["price_per_hour"] == told["price_per_hour"] == 2
+    assert len(document["worth"]) == len(told["worth"]) == 2
+    assert "$/M" in str(found)
+    found.write("sweep.json")
+    assert json.loads(Path("sweep.json").read_text())["kind"] == "meshwright-sweep"
+    with pytest.raises(ValueError, match="3 numbers, --gpus has 2"):
+        mw.sweep(saved, [1, 2], device="h100-80gb", global_batch=[1, 2, 4])
 
 
 @pytest.mark.slow

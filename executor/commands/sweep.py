@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from ...profiler.machine.units import gpus_in_words
 from ...profiler.model.adapters import with_lora
 from .. import api
 from ..reporting import terminal
@@ -53,7 +52,6 @@ def _sweep_command(
     prices: Annotated[
         bool, typer.Option("--prices", help="also what more memory, bandwidth and compute would be worth at each point")
     ] = False,
-    price_per_hour: options.Price = None,
     *,
     machine: options.MachineOptions,
     stack: options.StackOptions,
@@ -71,43 +69,35 @@ def _sweep_command(
 
     The global batch is the same at all points unless you give one for each number of GPUs, or --scale-batch.
     """
-    from ...planner.answers.sweep import left_out_in_words, marginal_prices, robustness
-    from ..reporting.sweep_report import Worth, check_target, print_sweep, sweep_document, write
+    from ..reporting.sweep_report import check_target
     from .sweep_grid import numbers_of
 
     if output is not None:
         check_target(output)
     lengths: list[int | None] = [*numbers_of("--seq-len", seq_len)] if seq_len else [None]
-    pins = choices.pins()
     with at_work(quiet or as_json) as waiting:
         found = api.swept(
             with_lora(model, lora),
             machine,
             lengths,
-            choices.stack(stack),
-            pins,
+            stack,
+            choices,
             global_batch=global_batch,
             scale_batch=scale_batch,
+            prices=prices,
             time_limit_s=time_limit,
             use_cache=not no_cache,
             waiting=waiting,
         )
-        points, first = found.points, found.points[0].cluster
-        notes = [*found.notes, *left_out_in_words(found.left_out)]
-        worth = []
-        for point in points if prices else ():
-            waiting(f"pricing what more of each resource is worth on {gpus_in_words(point.num_devices)}")
-            worth.append(Worth(marginal_prices(point, pins), robustness(point)))
-    price = price_per_hour if price_per_hour is not None else first.device.price_per_hour
-    document = sweep_document(points, worth, found.notes, price, found.left_out)
     if output is not None:
-        write(output, points, worth, document, price)
+        found.write(output)
     if as_json:
-        terminal.write_json(json.dumps(document))
+        terminal.write_json(json.dumps(found.document))
         return
+    first = found.points[0].cluster
     console = terminal.make_console()
     if first.assumption is not None:
         terminal.print_assumptions(console, [first.assumption])
-    print_sweep(console, points, worth, notes, price)
+    found.show(console)
     if output is not None:
         terminal.print_next(console, [str(output)], [])
