@@ -233,6 +233,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (["show", "bent.json"], "is not a valid plan"),
         (["compare", "profile.json", "--gpus", "8", "--setup", "tp=x"], "tensor=x: give a whole number"),
         (["compare", "profile.json", "--gpus", "8", "--measure"], "only its profile: give the model itself"),
+        (["compare", "profile.json", "--gpus", "8", "--steps", "3"], "--steps 3 is of measured runs: add --measure"),
         (["profile", "profile.json", "-o", "other.json"], "is a profile already"),
         (["verify", "plan.json"], "no such file: synthetic"),
     ],

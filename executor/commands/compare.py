@@ -48,17 +48,25 @@ def _compare_command(
         bool, typer.Option("--measure", help="also run each for a few steps on the devices here")
     ] = False,
     steps: Annotated[
-        int, typer.Option("--steps", metavar="N", parser=options.whole_number, help="steps of each measured run")
-    ] = 5,
+        int | None,
+        typer.Option(
+            "--steps",
+            metavar="N",
+            parser=options.whole_number,
+            help="with --measure: steps of each run (default: 5)",
+            show_default=False,
+        ),
+    ] = None,
     repetitions: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--repetitions",
             metavar="N",
             parser=options.whole_number,
-            help="measured runs of each set-up, in turns (A B C, A B C)",
+            help="with --measure: runs of each set-up, in turns (A B C, A B C; default: 5)",
+            show_default=False,
         ),
-    ] = 5,
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -79,6 +87,9 @@ def _compare_command(
     from ..measuring.compare import PLANNED, compare, measured, read_setups, save_picture
     from ..reporting.measured_report import measured_document, standing_document
 
+    runs = {name: n for name, n in (("steps", steps), ("repetitions", repetitions)) if n is not None}
+    for name, count in () if measure else runs.items():
+        raise ValueError(f"--{name} {count} is of measured runs: add --measure, or leave it out")
     if output is not None:
         check_writable(output, "-o", ".html", ".png", ".json")
     machine = inputs.read_cluster(job.machine)
@@ -105,7 +116,7 @@ def _compare_command(
         times = None
         if measure and loaded is not None:
             waiting("running each set-up on the local devices")
-            times = measured(comparison, loaded, steps=steps, repetitions=repetitions)
+            times = measured(comparison, loaded, **runs)
     asked = comparison.candidates[1].plan if output is not None and output.suffix == ".json" else None
     if asked is not None and output is not None:
         asked.save(output)
