@@ -21,6 +21,9 @@ from .output_files import check_replaceable, check_writable
 
 _KIND = "meshwright-sweep"
 _COLOURS = ("blue", "rose", "green", "gold", "violet", "orange", "cyan", "slate")
+_PLAN_WIDTH, _GAP, _UNBOUNDED = 16, 2, 10_000
+"""Letters of a plan that a line has room for, at least, if plans are beside their numbers; spaces between columns; and
+more than any screen has."""
 _HEX = ("#3f6fd1", "#c43e5b", "#1b7d65", "#8d6c0a", "#8158c9", "#b45d0e", "#17798f", "#6c7688")
 
 
@@ -122,14 +125,21 @@ def print_sweep(
 ) -> None:
     """The table of a sweep, where the kind of plan changes, why points have no plan, and what more would be worth."""
     headings, rows = sweep_rows(points, price_per_hour)
-    grid = terminal.make_table()
-    for heading in headings[:-1]:
-        grid.add_column(heading, justify="right", no_wrap=True)
-    grid.add_column(headings[-1], overflow="fold")
-    for row in rows:
-        grid.add_row(*row)
-    terminal.print_titled(console, f"Best plan of {points[0].profile.name} at every point", grid)
-    console.print()
+    title, labels = f"Best plan of {points[0].profile.name} at every point", [row[-1] for row in rows]
+    numbers = terminal.rows_table(headings[:-1], [row[:-1] for row in rows], numeric_from=0)
+    taken = console.measure(numbers, options=console.options.update(max_width=_UNBOUNDED)).maximum
+    needed = max(len(word) for label in labels for word in (label[:_PLAN_WIDTH].rstrip(), *label.split()))
+    if taken + _GAP + needed <= console.width:
+        grid = terminal.rows_table(headings, rows, numeric_from=0)
+        grid.columns[-1].justify, grid.columns[-1].no_wrap = "left", False
+        terminal.print_titled(console, title, grid)
+        console.print()
+    else:
+        terminal.print_titled(console, title, numbers)
+        console.print()
+        for point, label in zip(points, labels, strict=True):
+            if point.result is not None:
+                console.print(terminal.hanging("plan", Text(f"{_named(point)}: {label}"), "cyan"))
     for sentence in changes_of_kind(points):
         console.print(terminal.hanging("kind", Text(sentence), "cyan"))
     for point in points:
