@@ -56,4 +56,5 @@ def test_one_gpu_has_no_fewer() -> None:
 def test_a_note_says_by_how_much_less_gpu_time_a_sample_takes() -> None:
     assert "12.0% longer, with FSDP 4, and 44% less GPU time" in str(Fewer(4, 8, "FSDP 4", 0.112, 0.12))
     assert "and over 99% less GPU time" in str(Fewer(4, 1024, "DDP 4", 0.0954, -0.046))
+    assert "would do as well: 100 ms a step, as long, with DDP 4, and 50% less" in str(Fewer(4, 8, "DDP 4", 0.1, 0.0))
     assert "4 of the 8 GPUs would do as well" in str(Fewer(4, 8, "DDP 4", 0.09, -0.1))

@@ -273,6 +273,11 @@ def test_slower_hardware_never_makes_a_step_shorter(facts: Facts) -> None:
         assert worse >= facts.estimate.step_time_s >= better
 
 
+def test_a_number_that_changes_nothing_has_no_sign(page: str) -> None:
+    assert not re.findall(r"[-+−]0\.0%", page)
+    assert ", 0%" in page
+
+
 def test_one_host_has_no_network_to_hang_on() -> None:
     plan = some_plan(shard=8)
 

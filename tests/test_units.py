@@ -5,6 +5,7 @@ import pytest
 from meshwright.profiler.machine.units import (
     counted,
     format_bytes,
+    format_change,
     format_count,
     format_flops_per_s,
     format_seconds,
@@ -89,3 +90,8 @@ def test_one_gpu_is_not_gpus(count: int, words: str) -> None:
 @pytest.mark.parametrize(("count", "words"), [(0, "0 passes"), (1, "1 pass"), (1200, "1,200 passes")])
 def test_what_is_counted_is_one_or_several(count: int, words: str) -> None:
     assert counted(count, "pass", "passes") == words
+
+
+@pytest.mark.parametrize(("share", "words"), [(0.012, "+1.2%"), (-0.0004, "0%"), (-0.0, "0%"), (-0.0006, "-0.1%")])
+def test_a_change_that_rounds_to_none_has_no_sign(share: float, words: str) -> None:
+    assert format_change(share) == words

@@ -8,7 +8,7 @@ from ...planner.answers.explain import CAUSES
 from ...planner.answers.sensitivity import Shift
 from ...planner.answers.verdict import VerdictKind
 from ...planner.cost.estimate import Estimate
-from ...profiler.machine.units import GIB, counted, format_bytes, format_seconds
+from ...profiler.machine.units import GIB, counted, format_bytes, format_change, format_seconds
 from .drawing import CAUSE_COLOURS, WIDTH, colour_of, cut, figure, legend, line, nice_step, rect, tag, text, ticks
 from .report_facts import Facts, front
 
@@ -154,7 +154,7 @@ def tornado(facts: Facts) -> str:
             change = seconds / base_s - 1
             x = middle + min(0.0, change) * scale
             colour = "rose" if change > 0 else "green"
-            tip = f"{shift.name} {sign}|{format_seconds(seconds)}, {change:+.1%}"
+            tip = f"{shift.name} {sign}|{format_seconds(seconds)}, {_change(change)}"
             down = 0.0 if sign.startswith("−") else 12.0
             marks.append(rect(x, y + down, abs(change) * scale, 11, fill=f"var(--{colour})", data_t=tip))
             end = change < 0
@@ -170,11 +170,12 @@ def tornado(facts: Facts) -> str:
 
 def _change(share: float) -> str:
     """A change of the step, with a sign where there is one to see."""
-    return "0%" if abs(share) < 5e-4 else f"{share:+.1%}".replace("-", "−")
+    return format_change(share).replace("-", "−")
 
 
 def _shift_words(shift: Shift, base_s: float) -> str:
-    return f"{shift.name} 20% lower {shift.lower_s / base_s - 1:+.1%}, 20% higher {shift.higher_s / base_s - 1:+.1%}"
+    lower, higher = (_change(seconds / base_s - 1) for seconds in (shift.lower_s, shift.higher_s))
+    return f"{shift.name} 20% lower {lower}, 20% higher {higher}"
 
 
 def loss_bars(candidates: Sequence[Candidate]) -> tuple[str, str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...planner.plan.document import GroupAxis, Plan
 from ...planner.plan.making import shape_of
-from ...profiler.machine.units import GIB
+from ...profiler.machine.units import GIB, format_change
 from ..measuring.measurement import quantile
 from ..run_document import RunHeader, RunStep, load_run
 from .run_diagnosis import diagnosis
@@ -99,4 +99,4 @@ def _row(name: str, predicted: float | None, measured: float, digits: int) -> tu
     found = f"{measured:,.{digits}f}"
     if not predicted:
         return name, "", found, ""
-    return name, f"{predicted:,.{digits}f}", found, f"{measured / predicted - 1:+.1%}"
+    return name, f"{predicted:,.{digits}f}", found, format_change(measured / predicted - 1)

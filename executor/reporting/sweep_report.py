@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ...planner.answers.sweep import LeftOut, Point, Price, changes_of_kind
 from ...profiler.document import write_file
-from ...profiler.machine.units import GIB, format_count, format_seconds, gpus_in_words
+from ...profiler.machine.units import GIB, format_change, format_count, format_seconds, gpus_in_words
 from . import terminal
 from .drawing import figure, legend, line, table, tag, text, ticks
 from .output_files import check_replaceable, check_writable
@@ -33,11 +33,6 @@ class Worth:
 
     prices: tuple[Price, ...]
     robustness: str
-
-
-def _change(share: float) -> str:
-    """A change of the step time in percent; none is none, and has no sign."""
-    return f"{share:+.1%}" if abs(share) >= 0.0005 else "0%"
 
 
 def check_target(path: Path) -> None:
@@ -164,7 +159,7 @@ def worth_rows(points: Sequence[Point], worth: Sequence[Worth]) -> tuple[list[st
     names = list(dict.fromkeys(price.name for each in worth for price in each.prices))
     rows = []
     for point, each in zip(points, worth, strict=True):
-        shares = {price.name: _change(price.share) for price in each.prices}
+        shares = {price.name: format_change(price.share) for price in each.prices}
         if shares:
             rows.append((_named(point), *(shares.get(name, "-") for name in names)))
     return ["point", *names], rows

@@ -20,7 +20,7 @@ from ...planner.plan.document import Plan
 from ...planner.plan.not_run import marked
 from ...profiler.machine.cluster import Device
 from ...profiler.machine.instances import Instance
-from ...profiler.machine.units import GIB, counted, format_bytes, format_count, format_seconds
+from ...profiler.machine.units import GIB, counted, format_bytes, format_change, format_count, format_seconds
 from .report import (
     against_others,
     axis_rows,
@@ -442,7 +442,7 @@ def print_essentials(console: Console, facts: "Facts") -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("then faster")
     for shift in facts.shifts:
-        changes = (f"{seconds / found.step_time_s - 1:+.1%}" for seconds in (shift.lower_s, shift.higher_s))
+        changes = (format_change(seconds / found.step_time_s - 1) for seconds in (shift.lower_s, shift.higher_s))
         table.add_row(shift.name, shift.value, *changes, str(shift.overtaken_by or "this plan"))
     print_titled(console, "Step time, if the hardware is not what we think", table)
     console.print(Text(f"  {facts.spare_memory}", style="dim"))
@@ -497,7 +497,7 @@ def _cost_cells(cost: "Cost", show: Callable[[float], str]) -> tuple[str, ...]:
     change = cost.second - cost.first
     sign = "+" if change > 0 else "-" if change < 0 else ""
     ratio = cost.second / cost.first if cost.first else 0.0
-    share = "" if not cost.first else f"{ratio:.1f}x" if ratio >= 2 else f"{ratio - 1:+.1%}"
+    share = "" if not cost.first else f"{ratio:.1f}x" if ratio >= 2 else format_change(ratio - 1)
     return cost.name, show(cost.first), show(cost.second), sign + show(abs(change)), share
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ...profiler.machine.units import format_bytes, format_seconds
+from ...profiler.machine.units import format_bytes, format_change, format_seconds
 from ..measuring.measurement import quantile
 from ..tuning.rounds import Contender, StandIn, Tuned
 from .terminal import hanging, print_job, print_notes, print_rows
@@ -60,7 +60,7 @@ def memory_rows(found: Tuned) -> list[tuple[str, ...]]:
         several = sum(other.label == each.label and other.kind == each.kind for other in found.memory) > 1
         name = f"{each.label}, coordinate {each.position}" if several else each.label
         name += "" if each.kind == "resident" else f" ({each.kind})"
-        rows.append((name, *map(format_bytes, sizes), f"{each.fitted_bytes / each.measured_bytes - 1:+.1%}"))
+        rows.append((name, *map(format_bytes, sizes), format_change(each.fitted_bytes / each.measured_bytes - 1)))
     return rows
 
 

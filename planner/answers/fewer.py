@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from ...profiler.machine.units import format_seconds
+from ...profiler.machine.units import ALIKE, format_seconds
 from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import Estimate
 from ..plan.document import Plan
@@ -39,8 +39,8 @@ class Fewer:
 
     def __str__(self) -> str:
         does, slower = "would nearly do", f"{self.ratio:.1%} longer"
-        if self.ratio <= 0:
-            does, slower = "would do as well", f"{-self.ratio:.1%} less"
+        if self.ratio < ALIKE:
+            does, slower = "would do as well", "as long" if self.ratio > -ALIKE else f"{-self.ratio:.1%} less"
         cheaper = 1 - self.num_devices / self.of * (1 + self.ratio)
         saved = f"{cheaper:.0%}" if cheaper < _NEARLY_ALL else f"over {_NEARLY_ALL:.0%}"
         return (

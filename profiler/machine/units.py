@@ -9,6 +9,9 @@ _NUMBER = re.compile(r"\s*([-+]?[0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)\s
 
 GIB = 2**30
 
+ALIKE = 0.0005
+"""Share by which two numbers differ that rounds to 0.0%."""
+
 
 def parse_bytes(text: str | int | float) -> float:
     """Bytes in `text`: "80 GiB", "1.5 MB", or a plain number of bytes."""
@@ -76,6 +79,11 @@ def gpus_in_words(count: int) -> str:
 def format_dollars(amount: float) -> str:
     """Price for people: $3.83, $824, $1.25 M."""
     return f"${amount:.2f}" if amount < 100 else f"${format_count(amount)}"
+
+
+def format_change(share: float) -> str:
+    """A change in percent, with its sign; one that rounds to none is none, and has no sign."""
+    return f"{share:+.1%}" if abs(share) >= ALIKE else "0%"
 
 
 def format_seconds(seconds: float) -> str:
