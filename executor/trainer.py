@@ -36,6 +36,7 @@ from .agreement import (
     peers_answer,
 )
 from .apply import AppliedModel, Loss, apply_plan, build_on_meta, plain
+from .bookmarks import Bookmark, Bookmarks
 from .evaluation import ForwardResults, Forwards, Means, Metric, evaluating, joined_samples, with_loss
 from .export_weights import export_model
 from .faults import (
@@ -292,7 +293,7 @@ class Trainer:
         self._state = State(model, plan, mesh, self.optimizer, self._stepped)
         self._checkpoints: Checkpoints | None = None
         self.progress = Progress()
-        self._read = Progress()  # how far `loader` is ahead
+        self._bookmarks = Bookmarks()  # how far each `loader` is ahead
         self._watch: Watch | None = None
         self._telemetry: Telemetry | ComputedSeconds | None = None
         self._norms: torch.Tensor | None = None  # of each parameter, after the last step
@@ -300,8 +301,6 @@ class Trainer:
         self._unchecked: list[tuple[int, Metrics]] = []  # steps whose numbers nobody has looked at
         self._given: list[tuple[list[torch.Tensor], list[Scale]]] = []  # (losses, scales) since the last optimizer step
         self._started = 0.0
-        self._skip = 0  # samples that the next `loader` leaves out
-        self._left_early = False  # whether the last `loader` was left within its epoch
         self._dealt = ""  # how `loader` was called last, in words
         self._begun: Any = None  # the first sample of the iterable that it was given
         self._looks = True  # whether ranks agree, before the next step
@@ -473,7 +472,7 @@ class Trainer:
             self._check([loss for losses, _ in given for loss in losses], before)
             seconds = time.perf_counter() - self._started  # now the device has finished, too
             metrics = Metrics(totals, tokens / seconds, seconds)
-        self.progress = self._read.model_copy(update={"steps": step})
+        self.progress = self._bookmarks.progress(step)
         if self._telemetry is not None:
             self._telemetry.end(step, metrics)
             if is_checked:
@@ -606,6 +605,8 @@ class Trainer:
         function of (shard, number of shards), which gives the samples of one data rank. Batch k of the job is samples
         k * global_batch .. (k + 1) * global_batch under every plan (of shards, the k-th parts of each). One call is
         one epoch, also if the loop leaves it early; after `resume` the first goes on where the checkpoint was saved.
+        Loaders that are read in turns go on each at its own place, if they begin in the same order (or have other
+        numbers of samples).
 
         collate: makes a batch of a list of samples (pads it, say); None: as torch does. shuffle: by the trainer's seed
         and the epoch, alike on all ranks. workers: processes that read ahead. training: False for data to evaluate on,
@@ -631,13 +632,12 @@ class Trainer:
                 return self.samples_per_step
             return share_of_batch(plan, global_batch(steps + number), f"global_batch=... of {steps + number} steps")
 
-        taken = self._skip if training else 0
+        mark = Bookmark()
         if training:
-            if self._left_early:
-                self._read = self._read.model_copy(update={"epoch": self._read.epoch + 1, "samples": 0})
-            self._skip, self._left_early = 0, False
             count = f"{len(samples)} samples" if isinstance(samples, Sized) else "samples without a length"
             self._dealt, self._begun = f"{count}, shuffle={bool(shuffle)}", None
+            mark = self._bookmarks.begin(self._dealt)
+        taken = mark.samples
 
         def begins(sample: Any) -> None:
             self._begun = sample if training and self._looks else self._begun
@@ -648,7 +648,7 @@ class Trainer:
             rank=self.data_rank,
             num_ranks=self.data_size,
             taken=taken,
-            epoch=self._read.epoch if training else 0,
+            epoch=mark.epoch,
             collate=collate,
             shuffle=self._seed if shuffle else None,
             workers=workers,
@@ -658,19 +658,15 @@ class Trainer:
             share_of=share_of,
             begins=begins,
         )
-        for number, batch in enumerate(found):
-            taken += share_of(number) * self.data_size
-            if training:
-                self._read = self._read.model_copy(update={"samples": taken})
-            own = self._read
-            try:
+        try:
+            for number, batch in enumerate(found):
+                taken += share_of(number) * self.data_size
+                mark.took(taken)
                 yield batch
-            except GeneratorExit:
-                if training and self._read is own:  # no other one, nor resume, came after
-                    self._left_early = True
-                raise
-        if training:
-            self._read = self._read.model_copy(update={"epoch": self._read.epoch + 1, "samples": 0})
+            mark.end()
+        except BaseException:
+            mark.leave()
+            raise
 
     def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None, **stateful: Stateful) -> None:
         """Write a checkpoint into a run's folder, which all ranks must see: parameters, optimizer, random states,
@@ -707,10 +703,10 @@ class Trainer:
                 if missing_ok:
                     return 0
                 raise ValueError(f"no checkpoint in {folder}: train with trainer.save({str(folder)!r}) first")
-            self.progress = self._read = writer.load(found, stateful)
+            self.progress = writer.load(found, stateful)
             if self._telemetry is not None:
                 self._telemetry.restarted(found, self.progress.steps, began_s)
-        self._skip, self._left_early = self.progress.samples, False
+        self._bookmarks = Bookmarks(self.progress)
         self._norms = None
         self._looks = True
         self._unchecked.clear()

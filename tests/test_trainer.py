@@ -196,6 +196,70 @@ def test_an_epoch_that_is_left_early_is_followed_by_another_one(make: Callable[.
     assert resumed.progress.epoch == 1
 
 
+def _in_turns(trainer: Any, steps: int, sizes: tuple[int, int]) -> list[list[float]]:
+    """Which samples come, of two sets of data by turns, each begun anew when it has ended."""
+    sets = [
+        [(torch.full((4, WIDTH), 1e3 * which + i), torch.zeros(4, dtype=torch.int64)) for i in range(size)]
+        for which, size in enumerate(sizes)
+    ]
+    loaders = [trainer.loader(data, shuffle=True) for data in sets]
+    found = []
+    for step in range(steps):
+        which = step % 2
+        batch = next(loaders[which], None)
+        if batch is None:
+            loaders[which] = trainer.loader(sets[which], shuffle=True)
+            batch = next(loaders[which])
+        trainer.step(batch)
+        found.append(batch[0][:, 0, 0].tolist())
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(5 * GLOBAL_BATCH, 2 * GLOBAL_BATCH), (5 * GLOBAL_BATCH, 5 * GLOBAL_BATCH)])
+@pytest.mark.parametrize("steps", [4, 6])
+def test_loaders_that_are_read_in_turns_go_on_each_where_it_was(
+    make: Callable[..., Plan], tmp_path: Any, steps: int, sizes: tuple[int, int]
+) -> None:
+    expected = _in_turns(trainer_of(make()), steps + 6, sizes)
+    trainer = trainer_of(make())
+    assert _in_turns(trainer, steps, sizes) == expected[:steps]
+    trainer.save(tmp_path)
+    resumed = trainer_of(make())
+    resumed.resume(tmp_path)
+
+    assert _in_turns(resumed, 6, sizes) == expected[steps:]
+    assert [place.data for place in resumed.progress.others] == [f"{sizes[1]} samples, shuffle=True"]
+
+
+def test_a_loader_that_another_one_has_followed_gives_its_place_to_that(
+    make: Callable[..., Plan], tmp_path: Any
+) -> None:
+    data = [(torch.full((4, WIDTH), float(i)), torch.zeros(4, dtype=torch.int64)) for i in range(4 * GLOBAL_BATCH)]
+    trainer = trainer_of(make())
+    warm_up = trainer.loader(data)
+    trainer.step(next(warm_up))
+    batches = trainer.loader(data)
+    for _ in range(3):
+        trainer.step(next(batches))
+    trainer.save(tmp_path)
+    resumed = trainer_of(make())
+    resumed.resume(tmp_path)
+
+    assert next(resumed.loader(data))[0][0, 0, 0] == 3 * GLOBAL_BATCH
+    assert next(warm_up)[0][0, 0, 0] == GLOBAL_BATCH
+
+
+def test_a_loader_that_fails_before_its_first_batch_leaves_its_place(make: Callable[..., Plan], tmp_path: Any) -> None:
+    data = [(torch.full((4, WIDTH), float(i)), torch.zeros(4, dtype=torch.int64)) for i in range(4 * GLOBAL_BATCH)]
+    trainer = trainer_of(make())
+    with pytest.raises(ValueError, match="need samples with numbers"):
+        next(trainer.loader(lambda: iter(data), shuffle=True))
+
+    trainer.step(next(trainer.loader(data)))
+
+    assert (trainer.progress.epoch, trainer.progress.others) == (0, ())
+
+
 def test_tensor_and_pipeline_ranks_take_the_same_share(make: Callable[..., Plan]) -> None:
     shares = run_ranks(_shares, 4, make(tensor=2, stages=(2, 2)))
 

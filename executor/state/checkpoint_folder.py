@@ -6,9 +6,19 @@ from typing import ClassVar, Literal
 
 from pydantic import NonNegativeInt
 
-from ...profiler.document import Document
+from ...profiler.document import Document, Frozen
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+
+
+class DataPlace(Frozen):
+    """Where a loader of training data stands."""
+
+    data: str = ""
+    """What it reads, in words."""
+    epoch: NonNegativeInt = 0
+    samples: NonNegativeInt = 0
+    """Samples of this epoch that all ranks together have taken."""
 
 
 class Progress(Document):
@@ -22,6 +32,10 @@ class Progress(Document):
     epoch: NonNegativeInt = 0
     samples: NonNegativeInt = 0
     """Samples of this epoch that all ranks together have taken."""
+    data: str = ""
+    """What was read, in words."""
+    others: tuple[DataPlace, ...] = ()
+    """Where further loaders stand that are read in turns with the first."""
     checksums: bool = False
     """Whether the checkpoint was saved with checksums."""
 
