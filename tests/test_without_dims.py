@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -297,3 +297,22 @@ def test_frameworks_that_shard_them_as_they_are_get_no_such_plan(framework: str)
     with pytest.raises(ValueError, match=r"not legal for ScaledNet: data_shard: blocks\.0\.gate has no dims"):
         imported(layout, profile, cluster(1, 2), training)
     assert export(_plan("fsdp"), "deepspeed").document["zero_optimization"]["stage"]
+
+
+def _goes_back(plan: Plan, weights: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What weights of a file give, and what copies of the model's own state_dict() go back to after a step."""
+    trainer = parallelize(ScaledNet, plan, adamw, loss=loss, seed=1, weights=weights)
+    begun = trainer.full_state_dict()
+    kept = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    trainer.step(next(trainer.loader(samples)))
+    trainer.model.load_state_dict(kept)
+    return begun, trainer.full_state_dict()
+
+
+def test_weights_and_own_copies_are_taken_over(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    expected = ScaledNet().state_dict()
+    save_file({n: x.clone() for n, x in expected.items()}, tmp_path / "model.safetensors")
+
+    for state in run_ranks(_goes_back, 2, _plan("fsdp"), tmp_path)[0]:
+        assert [n for n, x in expected.items() if not torch.equal(state[n], x) or state[n].shape != x.shape] == []
