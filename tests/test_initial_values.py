@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -228,6 +229,23 @@ def test_values_made_of_others_are_those_of_their_time() -> None:
 
     assert values.parameter("then").tolist() == [6 + 7 + 7] * 4
     assert values.parameter("now").tolist() == [130] * 4
+
+
+def test_numbers_that_are_written_out_are_those_of_every_value_made_of_them() -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.07))
+            ones = torch.tensor([1.0, 2.0])
+            ones += 1
+            self.shift = nn.Parameter(ones)
+            self.table = nn.Parameter(torch.from_numpy(np.arange(3.0)) * torch.tensor(2.0))
+
+    values = initial_values(Written, is_large=True, seed=0)
+
+    for name, parameter in Written().named_parameters():
+        for _ in range(2):
+            assert torch.equal(values.parameter(name), parameter.detach())
 
 
 def test_values_are_made_without_what_came_after_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -164,7 +164,7 @@ class _StorageView:
 
 @dataclass(frozen=True)
 class _WritingCall:
-    """An operator call that wrote to storages; tensors are given as views."""
+    """An operator call that wrote to storages; fake tensors are given as views."""
 
     function: Any
     args: tuple[Any, ...]
@@ -280,6 +280,8 @@ class OpRecording(TorchDispatchMode):
         def real(x: Any) -> Any:
             if isinstance(x, _StorageView):
                 return made[x.storage].as_strided(x.shape, x.stride, x.offset)
+            if isinstance(x, torch.Tensor):
+                return x.clone()  # or what is done to it here would be done to the next that is made of it
             return torch.device("cpu") if isinstance(x, torch.device) else x
 
         number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little") >> 1
@@ -300,7 +302,8 @@ class OpRecording(TorchDispatchMode):
         return _StorageView(storage._cdata, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _saved(self, x: Any) -> Any:
-        return self._view(x) if isinstance(x, torch.Tensor) else x
+        """What stands for an argument: for a fake tensor its view; real ones (torch.tensor(0.07)) have numbers."""
+        return self._view(x) if isinstance(x, FakeTensor) else x
 
 
 def _plain_name(call: _WritingCall) -> str:
