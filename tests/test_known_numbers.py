@@ -306,6 +306,20 @@ def test_torch_is_not_asked_for_what_is_computed_of_known_numbers() -> None:
             assert later[1].tolist() == [[10, 12, 14, 16], [18, 20, 22, 24]]
 
 
+def test_torch_is_asked_once_for_rows_of_unknown_numbers_by_known_places_and_for_each_count_of_a_mask() -> None:
+    mode = LeanFakeMode()
+    masks = [torch.tensor(numbers, dtype=torch.bool) for numbers in ([1, 1, 0], [0, 1, 1], [1, 0, 0])]
+    dispatch = FakeTensorMode.dispatch
+    with knowing_numbers(mode), patch.object(FakeTensorMode, "dispatch", autospec=True, side_effect=dispatch) as asked:
+        places = [known(mode, torch.tensor(numbers)) for numbers in ([2, 0], [1, 1])]
+        chosen = [known(mode, mask) for mask in masks]
+        x = torch.empty(3, 4)
+        rows = [len(x[place]) for _ in range(2) for place in (*places, *chosen)]
+
+    assert rows == 2 * [2, 2, 2, 2, 1]
+    assert sum(call.args[1] is torch.ops.aten.index.Tensor for call in asked.call_args_list) == 3
+
+
 def test_the_same_batch_is_made_once_and_given_in_tensors_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(PICTURES)
     loaded = load_model(str(tmp_path / "model.py"))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, _BypassDispatchCache
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
 
@@ -138,8 +139,11 @@ class LeanFakeMode(_FakeMode):
         given = self._describe(args, key, begins, known)
         if not given or (kwargs and not self._describe(kwargs.items(), key, begins, known)):
             return (), ()
-        if known and (len(known) == len(begins) or not _is_by_shapes(func)):
-            return (), ()
+        if known:
+            chosen = _rows_chosen(args[1]) if func is _INDEX else () if _is_by_shapes(func) else None
+            if len(known) == len(begins) or chosen is None:
+                return (), ()
+            key += chosen
         return tuple(key), tuple(begins)
 
     def _describe(self, values: Collection[Any], key: list[Any], begins: list[int], known: list[bool]) -> bool:
@@ -214,12 +218,12 @@ class LeanFakeMode(_FakeMode):
         if not isinstance(func, torch._ops.OpOverload):
             return None
         views = func in _VIEWS_OF_FIRST
-        if not views:
+        if not views and func is not _INDEX:  # of known masks the question has the number of rows
             try:
                 self._validate_cache_key(func, args, kwargs)
             except _BypassDispatchCache:
                 return None
-        container = type(output) if type(output) in _CONTAINERS else None
+        container = next((kind for kind in _CONTAINERS if isinstance(output, kind)), None)  # or named, as of a norm
         if container is list and not views and len(output) != len(func._schema.returns):
             return None
         found = []
@@ -312,6 +316,18 @@ def _is_by_shapes(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
         return False
     return func in _BY_SHAPES or torch.Tag.pointwise in func.tags
+
+
+_INDEX = _aten.index.Tensor
+
+
+def _rows_chosen(indices: Sequence[Any]) -> tuple[int, ...] | None:
+    """Of how many rows x[indices] are, by its masks; None where that is not known."""
+    masks = [each for each in indices if each is not None and each.dtype not in (torch.int64, torch.int32)]
+    if any(each.dtype is not torch.bool or each.constant is None for each in masks):
+        return None
+    with no_dispatch():
+        return tuple(int(each.constant.count_nonzero()) for each in masks)
 
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
