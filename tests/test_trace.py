@@ -560,7 +560,7 @@ def _read(size: int, seq_len: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_layers_that_do_the_same_at_another_length_are_not_cut_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_do_the_same_at_another_length_run_there_once_and_uncut(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_model(_Reads, batch=_read, loss=lambda output, batch: output.float().square().mean())
     cut: list[tuple[int | None, int]] = []
     runs = class_costs._cut_runs
@@ -569,10 +569,18 @@ def test_layers_that_do_the_same_at_another_length_are_not_cut_there_again(monke
         cut.append((sizes.seq_len, index))
         return runs(fake, chain, sizes, index, *more)
 
+    class Run(class_costs.LayerRun):
+        def run(self, *args: Any, **kwargs: Any) -> Any:
+            ran.append(self.layer.name)
+            return super().run(*args, **kwargs)
+
+    ran: list[str] = []
+    monkeypatch.setattr(class_costs, "LayerRun", Run)
     monkeypatch.setattr(class_costs, "_cut_runs", counted)
     profile = trace(loaded, seq_len=64, lengths=True)
 
     names = [layer.name for layer in profile.layers]
+    assert ran.count("tower.0") == 2 + len(profile.other_lengths)
     assert {names[index] for seq_len, index in cut if seq_len == 64} >= {"tower.0", "blocks.0"}
     assert {names[index] for seq_len, index in cut if seq_len == 32} == {"blocks.0", "head"}
     for other in profile.other_lengths:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from ..tensor_cuts.tensor_cuts import Found, common_degree, gathering_ways
 from ..tensor_cuts.tensor_rank import run_cut
@@ -30,13 +31,21 @@ def layer_class_of(
     fake: FakeModel, chain: LayerChain, sizes: RunSizes, index: int, found: Found, elsewhere: Costed | None = None
 ) -> Costed:
     """The class of layer `index`. found: what tensor parallelism may cut. elsewhere: the class at another length; where
-    the layer does the same at this one (that of a picture, say) it is the class here, too, and what ran on no slices of
-    the sequence there is not tried on them."""
+    the layer does the same at this one with as many samples (that of a picture, say) it is the class here, too, and
+    what ran on no slices of the sequence there is not tried on them."""
     layer = chain.layers[index]
-    whole = _whole_runs(fake, chain, sizes, index, found, elsewhere)
+
+    @cache
+    def run(size: int) -> Observation:
+        return LayerRun(fake, chain, index, sizes.at(size), size, sizes.seq_len).run()
+
     slices = elsewhere is None or elsewhere.layer_class.sequence is not None
-    if elsewhere is not None and not slices and all(map(_did_as, whole, elsewhere.whole)):
-        return Costed(elsewhere.layer_class, whole)
+    if elsewhere is not None and not slices and _did_as(run(elsewhere.whole[0].size), elsewhere.whole[0]):
+        return elsewhere
+    forward = found.forward
+    if elsewhere is not None:
+        forward = _forward_of_one(fake, chain, sizes, index) if elsewhere.whole[0].size != 1 else ()
+    whole = _whole_runs(run, forward)
     tensor = sequence = None
     alone: tuple[Costs, ...] = ()
     without: tuple[Costs | None, ...] = ()
@@ -98,27 +107,21 @@ def _parts(layer: Layer, whole: Sequence[Observation]) -> tuple[LayerPart, ...]:
     return tuple(LayerPart(name=name, reads_arriving=first.reads_arriving(name)) for name in found[0])
 
 
-def _whole_runs(
-    fake: FakeModel, chain: LayerChain, sizes: RunSizes, index: int, found: Found, elsewhere: Costed | None
-) -> list[Observation]:
+def _whole_runs(run: Callable[[int], Observation], forward: tuple[str, ...]) -> list[Observation]:
     """Runs of a layer at two batch sizes: one and two samples, or two and three where one sample is copied less often
     (a transposed batch of one is as contiguous as before), which no other batch would follow.
 
-    One sample is not run backward, or not at all, where its forward shows that: the one in which cuts were looked for,
-    or one that is worth a try because the layer did so at another length.
+    forward: what works in that of one sample, where that is known: then one is not run backward if that shows it.
     """
-
-    def run(size: int, backward: bool = True) -> Observation:
-        return LayerRun(fake, chain, index, sizes.at(size), size, sizes.seq_len).run(backward=backward)
-
     two = run(2)
-    forward = found.forward if elsewhere is None else ()
-    if elsewhere is not None and elsewhere.whole[0].size != 1:
-        forward = working(run(1, backward=False).ops)
     if forward and forward != working(forward_ops(two)):
         return [two, run(3)]
     one = run(1)
     return [one, two] if working(one.ops) == working(two.ops) else [two, run(3)]
+
+
+def _forward_of_one(fake: FakeModel, chain: LayerChain, sizes: RunSizes, index: int) -> tuple[str, ...]:
+    return working(LayerRun(fake, chain, index, sizes.at(1), 1, sizes.seq_len).run(backward=False).ops)
 
 
 def _runs_like(
