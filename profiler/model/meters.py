@@ -161,15 +161,17 @@ class Storages:
 
     def peak(self, start: int, end: int, element_bytes: int, without: set[int]) -> Size:
         """The most that lived at once between two positions of the log, counting from its very beginning."""
-        live = best = Size()
-        best_bytes = -1.0
+        elements = other_bytes = 0.0
+        best, best_bytes = (0.0, 0.0), -1.0
         for i, (number, born) in enumerate(self.log[:end]):
             if number not in without:
-                live = live + self.sizes[number] if born else live - self.sizes[number]
-            total = live.elements * element_bytes + live.other_bytes
+                size, sign = self.sizes[number], 1 if born else -1
+                elements += sign * size.elements
+                other_bytes += sign * size.other_bytes
+            total = elements * element_bytes + other_bytes
             if i >= start - 1 and total > best_bytes:
-                best, best_bytes = live, total
-        return best
+                best, best_bytes = (elements, other_bytes), total
+        return Size(*best)
 
     def _died(self, number: int, address: int, storage: object) -> None:
         del self._living[number], self._numbers[address]
