@@ -186,9 +186,9 @@ MOST_CHUNKS = 8
 class Space:
     """All shapes of a model on a cluster for a job, minus what the user pinned away.
 
-    rejected: rule -> shapes it excludes. Pinned-away shapes are not part of the space. choices: the cuts that are worth
-    trying under a shape beside all that its tensor degree divides. anywhere: one order of the mesh axes stands for all
-    of equal devices, on which none takes more memory than another.
+    rejected: rule -> shapes it excludes, if they are `counted`. Pinned-away shapes are not part of the space. choices:
+    the cuts that are worth trying under a shape beside all that its tensor degree divides. anywhere: one order of the
+    mesh axes stands for all of equal devices, on which none takes more memory than another.
     """
 
     def __init__(
@@ -199,8 +199,10 @@ class Space:
         pins: Pins,
         choices: Callable[[Shape], tuple[Cuts, ...]] = lambda shape: (),
         anywhere: bool = False,
+        counted: bool = True,
     ) -> None:
         check_parts(profile, pins.recompute)
+        self._counted = counted
         self._worth_trying = choices
         self._anywhere = anywhere and len(cluster.kinds) == 1
         self.profile = profile
@@ -213,6 +215,7 @@ class Space:
         self._most_stages = len(starts) + 1
         self._sharding_rule = sharding_rule(profile, training.precision)
         self._expert_rule = functools.cache(functools.partial(expert_rule, profile))
+        self._pipeline_rule = functools.cache(functools.partial(pipeline_rule, profile, most_stages=self._most_stages))
         self._zero_bubble_rule = zero_bubble_rule(profile, training)
         self._kinds = _context_kinds(profile, training, pins)
         self._device_kinds = cluster.kinds
@@ -310,7 +313,7 @@ class Space:
         return self._known_choices[key]
 
     def _degree_rule(self, pipeline: int, data: int) -> str | None:
-        by_stages = pipeline_rule(self.profile, pipeline, self._most_stages)
+        by_stages = self._pipeline_rule(pipeline)
         if by_stages is not None:
             return by_stages
         if self.training.global_batch % data:
@@ -330,6 +333,8 @@ class Space:
 
     def _reject(self, rejected: dict[str, Number], split: Split) -> None:
         """Count rules' shares of the shapes below a split."""
+        if not self._counted:
+            return
         leaves = self._leaves(split)
         for rule, number in rejected.items():
             count = _times(number, leaves)
