@@ -131,6 +131,14 @@ def test_a_sequence_over_four_ranks_is_tensor_four_with_sequence_parallelism() -
     assert {(family.tensor, family.sequence) for family in space.families()} == {(4, True)}
 
 
+def test_a_space_that_counts_nothing_has_the_same_families() -> None:
+    counting, quick = (Space(chain(), cluster(2, 4), job(), Pins(), counted=counted) for counted in (True, False))
+
+    assert list(quick.families()) == list(counting.families())
+    assert sum(counting.rejected.values()) > 0
+    assert not quick.rejected
+
+
 def test_a_largest_value_leaves_out_what_lies_above() -> None:
     space = Space(chain(), cluster(1, 8), job(), read_pins(most=["tensor=2", "micro-batch=2"]))
 

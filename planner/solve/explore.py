@@ -530,8 +530,8 @@ class _Search:
             later = (time.monotonic() - started_s) / max(1e-9, until_s - started_s)
             self._tell(f"proving: at most {1 - self._heap[0][0] / self._best:.1%} faster", PROVING, max(nearer, later))
             _, _, node = heapq.heappop(self._heap)
+            self.bounds.pipelines.deadline_s = until_s
             if not isinstance(node, ShapeNode) or not node.raised:
-                self.bounds.pipelines.deadline_s = until_s
                 for child in node.children(self._best, self._best * (1 - left_gap)):
                     child.bound = max(child.bound, node.bound)
                     self._keep(child)
