@@ -258,9 +258,7 @@ def staged_dims_rule(profile: ModelProfile) -> str | None:
     name = without_dims(profile)
     if not name:
         return None
-    return (
-        f"pipeline: {name} has no dims, with which stages were seen to wait for ever; make it a tensor of one element"
-    )
+    return f"pipeline: {name} has no dims, with which stages have been seen to wait for ever; make it a tensor of one element"
 
 
 def _named(layer: LayerProfile, layer_class: LayerClass) -> Iterator[tuple[str, ParameterProfile]]:
