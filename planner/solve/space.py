@@ -258,7 +258,7 @@ class Space:
                         continue
                     sharded = tensor > 1 or context > 1 or (pipeline > 1 and mixed)
                     rule = by_tensor or (self._sharding_rule if sharded else None)
-                    rule = rule or (self._dims_rule if pipeline > 1 else None)
+                    rule = rule or (self._dims_rule if pipeline > 1 and mixed else None)
                     rule = rule or self._degree_rule(pipeline, data)
                     passes = self._passes(pipeline, data, context)
                     for kind, sequence in product(kinds, modes):
