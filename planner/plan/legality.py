@@ -252,15 +252,6 @@ def dims_rule(profile: ModelProfile, framework: str) -> str | None:
     )
 
 
-def staged_dims_rule(profile: ModelProfile) -> str | None:
-    """The rule that excludes pipelines in 16 bit, or None: a stage whose outermost module multiplies by a parameter
-    without dims waits for ever there (seen with gloo; why is not known)."""
-    name = without_dims(profile)
-    if not name:
-        return None
-    return f"pipeline: {name} has no dims, which stages take in fp32 only; make it a tensor of one element"
-
-
 def _named(layer: LayerProfile, layer_class: LayerClass) -> Iterator[tuple[str, ParameterProfile]]:
     """Parameters of a layer by their full names."""
     for parameter in layer_class.parameters:

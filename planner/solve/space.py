@@ -29,7 +29,6 @@ from ..plan.legality import (
     sequence_rule,
     sharding_rule,
     stage_starts,
-    staged_dims_rule,
     tensor_rule,
     zero_bubble_rule,
 )
@@ -215,7 +214,6 @@ class Space:
         starts = stage_starts(profile) if pins.framework is None else pins.framework.starts(profile)
         self._most_stages = len(starts) + 1
         self._sharding_rule = sharding_rule(profile, training.precision)
-        self._dims_rule = staged_dims_rule(profile)
         self._expert_rule = functools.cache(functools.partial(expert_rule, profile))
         self._pipeline_rule = functools.cache(functools.partial(pipeline_rule, profile, most_stages=self._most_stages))
         self._zero_bubble_rule = zero_bubble_rule(profile, training)
@@ -257,9 +255,7 @@ class Space:
                     if not (self.pins.allows("pipeline", pipeline) and self._shards(data)):
                         continue
                     sharded = tensor > 1 or context > 1 or (pipeline > 1 and mixed)
-                    rule = by_tensor or (self._sharding_rule if sharded else None)
-                    rule = rule or (self._dims_rule if pipeline > 1 and mixed else None)
-                    rule = rule or self._degree_rule(pipeline, data)
+                    rule = by_tensor or (self._sharding_rule if sharded else None) or self._degree_rule(pipeline, data)
                     passes = self._passes(pipeline, data, context)
                     for kind, sequence in product(kinds, modes):
                         tokens_over = tensor if sequence else 1
