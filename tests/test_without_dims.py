@@ -155,6 +155,34 @@ def test_every_plan_trains_them_as_one_process_does(name: str, tmp_path: Path) -
         assert torch.equal(written[scalar], state[scalar])
 
 
+class OnceScaled(TiedNet):
+    """TiedNet with a temperature, which the last stage alone has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
+        self.logit_scale = nn.Parameter(torch.tensor(0.07))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.logit_scale.exp()
+
+
+def _train_once_scaled(plan: Plan) -> dict[str, torch.Tensor]:
+    trainer = parallelize(OnceScaled, plan, adamw, loss=loss, seed=0)
+    for _, share in zip(range(STEPS), trainer.loader(samples), strict=False):
+        trainer.step(share)
+    return trainer.full_state_dict()
+
+
+def test_stages_that_have_none_go_on_with_those_that_have_some() -> None:
+    profile = trace(load_model(OnceScaled, batch=_batch, loss=loss))
+    alone = run_ranks(_train_once_scaled, 1, plan_of(profile))[0]
+
+    state = run_ranks(_train_once_scaled, 4, plan_of(profile, shard=2, stages=(2, 2)))[0]
+
+    torch.testing.assert_close({name: state[name] for name in alone}, alone, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("before", "after"), slow.but_first([("ddp", "fsdp"), ("fsdp", "ddp")], 1))
 def test_shards_and_replicas_go_on_where_the_other_was_saved(before: str, after: str, tmp_path: Path) -> None:
     run_ranks(_train, 2, _plan(before), 1, tmp_path)

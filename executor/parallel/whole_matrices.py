@@ -370,16 +370,17 @@ Groups = list[dict[str, Any]]
 """Of each parameter group its options, and under "params" the names of its parameters."""
 
 
-def _has_other_shapes(model: AppliedModel, plan: Plan) -> bool:
-    """Whether ranks hold parameters in other shapes than the model has them in. (What fully_shard divides is a DTensor,
-    which tells the shape of the whole.)"""
-    return plan.degrees.tensor * plan.degrees.expert > 1 or bool(model.without_dims)
+def _has_other_shapes(plan: Plan) -> bool:
+    """Whether some rank holds parameters in other shapes than the model has them in: the same on all ranks, which meet
+    over it. (What fully_shard divides is a DTensor, which tells the shape of the whole.)"""
+    gives_dims = plan.model.without_dims != "" and mechanism(plan) == "fsdp"
+    return plan.degrees.tensor * plan.degrees.expert > 1 or gives_dims
 
 
 def _groups_of_whole(make: MakeOptimizer, model: AppliedModel, plan: Plan) -> Groups | None:
     """The groups that the user's function makes of whole parameters, without memory; None where ranks have whole ones
     anyway, or the function needs their numbers."""
-    if not _has_other_shapes(model, plan):
+    if not _has_other_shapes(plan):
         return None
     whole = {
         name: nn.Parameter(torch.empty(whole_size(model, name, p), dtype=p.dtype, device="meta"), p.requires_grad)
@@ -407,7 +408,7 @@ def _check_groups(
 ) -> None:
     """Raise ValueError, on every rank, if the user's function steps this rank's parts of parameters otherwise than
     whole ones, for it went by their shapes."""
-    if not _has_other_shapes(model, plan) or not peers_answer(mesh):
+    if not _has_other_shapes(plan) or not peers_answer(mesh):
         return
     found = _groups(optimizer, model.parameters)
     here = {name: group for group in found for name in group["params"]}
