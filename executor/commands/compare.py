@@ -49,22 +49,12 @@ def _compare_command(
     ] = False,
     steps: Annotated[
         int | None,
-        typer.Option(
-            "--steps",
-            metavar="N",
-            parser=options.whole_number,
-            help="with --measure: steps of each run (default: 5)",
-            show_default=False,
-        ),
+        options.number_option("--steps", help="with --measure: steps of each run (default: 5)"),
     ] = None,
     repetitions: Annotated[
         int | None,
-        typer.Option(
-            "--repetitions",
-            metavar="N",
-            parser=options.whole_number,
-            help="with --measure: runs of each set-up, in turns (A B C, A B C; default: 5)",
-            show_default=False,
+        options.number_option(
+            "--repetitions", help="with --measure: runs of each set-up, in turns (A B C, A B C; default: 5)"
         ),
     ] = None,
     output: Annotated[

@@ -35,9 +35,7 @@ def _calibrate_command(
         list[str] | None,
         typer.Option("--dtype", metavar="DTYPE", help="bf16, fp16 or fp32; repeatable, activations have the first"),
     ] = None,
-    micro_batch: Annotated[
-        int, typer.Option("--micro-batch", metavar="N", parser=options.whole_number, help="samples for MODEL")
-    ] = 4,
+    micro_batch: Annotated[int, options.number_option("--micro-batch", help="samples for MODEL")] = 4,
     seq_len: options.SeqLen = None,
     lora: options.Lora = None,
     quick: Annotated[bool, typer.Option("--quick", help="under a minute instead of two; coarser")] = False,
@@ -113,9 +111,7 @@ def _fit_to_steps(steps: Path, output: Path, quiet: bool, as_json: bool) -> None
 def _verify_command(
     plan: options.PlanFile,
     model: options.ModelToRun = None,
-    steps: Annotated[
-        int, typer.Option("--steps", metavar="N", parser=options.whole_number, help="optimizer steps to compare")
-    ] = 3,
+    steps: Annotated[int, options.number_option("--steps", help="optimizer steps to compare")] = 3,
     as_json: options.Json = False,
     quiet: options.QuietBar = False,
 ) -> None:

@@ -50,6 +50,11 @@ def whole_number(text: str | int) -> int:
     return int(text)
 
 
+def number_option(*flags: str, help: str) -> Any:
+    """An option that takes a whole number."""
+    return typer.Option(*flags, metavar="N", parser=whole_number, help=help)
+
+
 @dataclass(frozen=True)
 class NumberFlag:
     """A flag that takes a number, and which are allowed; example: what a user may write."""
@@ -142,7 +147,7 @@ Device = Annotated[
 ]
 PerNode = Annotated[
     int | None,
-    typer.Option("--gpus-per-node", metavar="N", parser=whole_number, help="GPUs of one host", show_default=False),
+    number_option("--gpus-per-node", help="GPUs of one host"),
 ]
 ClusterFile = Annotated[
     Path | None,
@@ -156,7 +161,7 @@ InstanceFlag = Annotated[
 ]
 Nodes = Annotated[
     int | None,
-    typer.Option("--nodes", metavar="N", parser=whole_number, help="instances (default: 1)", show_default=False),
+    number_option("--nodes", help="instances (default: 1)"),
 ]
 Price = Annotated[
     float | None,
@@ -170,13 +175,11 @@ Price = Annotated[
 ]
 GlobalBatch = Annotated[
     int | None,
-    typer.Option(
-        "--global-batch", "-b", metavar="N", parser=whole_number, help="samples per optimizer step, over all GPUs"
-    ),
+    number_option("--global-batch", "-b", help="samples per optimizer step, over all GPUs"),
 ]
 SeqLen = Annotated[
     int | None,
-    typer.Option("--seq-len", "-s", metavar="N", parser=whole_number, help="tokens per sample (default: the model's)"),
+    number_option("--seq-len", "-s", help="tokens per sample (default: the model's)"),
 ]
 PrecisionFlag = Annotated[Precision | None, typer.Option("--precision", help="default: bf16; fp32 on cpu")]
 OptimizerFlag = Annotated[Optimizer, typer.Option("--optimizer")]
@@ -254,13 +257,7 @@ ObjectiveFlag = Annotated[
 ]
 MicroBatch = Annotated[
     int | None,
-    typer.Option(
-        "--micro-batch",
-        metavar="N",
-        parser=whole_number,
-        help="samples of one data rank per forward",
-        show_default=False,
-    ),
+    number_option("--micro-batch", help="samples of one data rank per forward"),
 ]
 TimeLimit = Annotated[
     float,

@@ -31,13 +31,10 @@ def _plan_command(
     lora: options.Lora = None,
     pad_vocab: Annotated[
         int | None,
-        typer.Option(
+        options.number_option(
             "--pad-vocab",
-            metavar="N",
-            parser=options.whole_number,
             help="of a config.json: add words until N divides their number, as Megatron-LM does (128), so that tensor "
             "ranks can share them",
-            show_default=False,
         ),
     ] = None,
     setup: Annotated[
