@@ -41,7 +41,7 @@ from meshwright.planner.solve.bounds import recompute_of
 from meshwright.planner.solve.columns import StagePrices
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.ilp import solve_master
-from meshwright.planner.solve.nodes import FamilyNode, ShapesNode, SplitNode, WorkNode
+from meshwright.planner.solve.nodes import FamilyNode, ShapeNode, ShapesNode, SplitNode, WorkNode
 from meshwright.planner.solve.scan import scan, simulated_s
 from meshwright.planner.solve.space import Space
 from meshwright.planner.solve.tensor_choice import CutChoice
@@ -213,6 +213,22 @@ def test_shapes_are_all_accounted_for() -> None:
     shapes = result.certificate.shapes
     assert shapes["total"] == shapes["rejected"] + shapes["pruned"] + shapes["solved"]
     assert shapes["rejected"] == sum(result.certificate.rejected.values())
+
+
+def test_a_shape_looks_once_at_prices_that_others_have_found() -> None:
+    model, on, training = random_instance(1000)
+    space = Space(model, on, training, Pins())
+    family = next(space.families())
+    node = ShapeNode(1.0, 1.0, next(iter(space.shapes(family))), family, space, mock.MagicMock(), known=2)
+    bounds = node.search.bounds = mock.MagicMock()
+    bounds.num_prices.return_value, bounds.by_prices_s.return_value = 5, np.array([3.0])
+
+    assert node.learn()
+    assert not node.learn()
+
+    assert node.bound == 3.0
+    (asked,) = bounds.by_prices_s.call_args_list
+    assert asked.args[-1] == 3
 
 
 def test_a_proof_has_its_time_however_long_before_it_the_plan_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
