@@ -72,6 +72,7 @@ def test_backward_hooks_are_planned() -> None:
     assert [outcome.kind for outcome in found] == ["verified"]
 
 
+@pytest.mark.slow
 def test_tied_weights_that_one_stage_gives_no_gradient_are_summed_by_both() -> None:
     tree = Tree(1, ("residual", "norm", "linear", "bias only"), (0, 1, 2, 3), ties=((0, 2),))
     made = loaded(tree)

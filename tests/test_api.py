@@ -255,6 +255,7 @@ def test_what_does_not_fit_is_an_error_of_its_own() -> None:
         mw.plan(small_profile(40), gpus=2, device="rtx-4090")
 
 
+@pytest.mark.slow
 def test_a_cluster_may_be_an_object(tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text('[[hosts]]\ncount = 2\ndevice = "a100-80gb"\ngpus = 4\n')
     machine = mw.ClusterSpec.model_validate(mw.plan(small_profile(), cluster="cluster.toml").document.cluster)

@@ -256,5 +256,6 @@ def test_planning_and_comparing_from_a_saved_profile_need_no_torch(tmp_path: Pat
         assert "torch" not in loaded
 
 
+@pytest.mark.slow
 def test_the_watch_sees_torch(tmp_path: Path) -> None:
     assert "torch" in modules_after("import torch", tmp_path)

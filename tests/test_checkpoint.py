@@ -59,13 +59,23 @@ def expected(profile: ModelProfile) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def saved(profile: ModelProfile, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def saved_by_one(profile: ModelProfile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of one process that was saved after three steps."""
+    return _saved(plan_of(profile), tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def saved(profile: ModelProfile, saved_by_one: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of runs that were saved after three steps, one by each plan."""
-    folders = {name: tmp_path_factory.mktemp("run") for name in PLANS}
-    for name, degrees in PLANS.items():
-        plan = plan_of(profile, **degrees)
-        run_ranks(train, plan.degrees.num_devices, plan, 3, folders[name])
-    return folders
+    return {
+        name: _saved(plan_of(profile, **degrees), tmp_path_factory.mktemp("run")) if degrees else saved_by_one
+        for name, degrees in PLANS.items()
+    }
+
+
+def _saved(plan: Plan, folder: Path) -> Path:
+    run_ranks(train, plan.degrees.num_devices, plan, 3, folder)
+    return folder
 
 
 def _resumed(plan: Plan, folders: list[Path]) -> list[list[float]]:
@@ -266,9 +276,9 @@ def test_where_there_is_no_checkpoint_yet_training_begins(profile: ModelProfile,
         trainer.resume(tmp_path / "run")
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name(saved: dict[str, Path], profile: ModelProfile) -> None:
+def test_a_checkpoint_of_another_model_is_refused_by_name(saved_by_one: Path, profile: ModelProfile) -> None:
     trainer = parallelize(TiedNet, plan_of(profile), adamw, loss=loss)
-    folder = complete_checkpoints(saved["one"])[0]
+    folder = complete_checkpoints(saved_by_one)[0]
     found = dcp.FileSystemReader(folder).read_metadata()
     wrong = Box("model.tokens.weight", torch.Size((31, WIDTH)), (0, 0), torch.zeros(31, WIDTH))
     missing = Box("model.nothing", torch.Size((1,)), (0,), torch.zeros(1))
@@ -290,8 +300,8 @@ def _unreadable(plan: Plan, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_cannot_read_ends_the_others_too(profile: ModelProfile, saved: dict[str, Path]) -> None:
-    first, second = run_ranks(_unreadable, 2, plan_of(profile, shard=2), saved["one"])
+def test_a_rank_that_cannot_read_ends_the_others_too(profile: ModelProfile, saved_by_one: Path) -> None:
+    first, second = run_ranks(_unreadable, 2, plan_of(profile, shard=2), saved_by_one)
 
     assert "rank 1 could not read" in first
     assert "not callable" in second

@@ -660,6 +660,7 @@ def test_two_hosts_are_a_page_as_readable_as_two_thousand(capsys: pytest.Capture
     assert any("hosts 0-255" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_operators_are_listed_with_the_dims_they_run_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(Path(__file__).parents[1] / "benchmarks" / "models" / "mlp.py")
 

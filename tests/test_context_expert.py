@@ -116,6 +116,7 @@ def test_each_rank_of_a_host_sends_all_but_its_own_part(ranks: int, size: float)
     assert seconds == pytest.approx((ranks - 1) / ranks * size / 1e9)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(st.integers(1, 8), st.integers(2, 64), sizes)
 def test_what_leaves_a_host_crosses_its_share_of_the_network(ranks: int, hosts: int, size: float) -> None:

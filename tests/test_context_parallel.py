@@ -271,7 +271,7 @@ def test_runs_go_on_with_and_without_context_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("llama", ""),
+        pytest.param("llama", "", marks=pytest.mark.slow),
         pytest.param("mixtral", "", marks=pytest.mark.slow),
         pytest.param("mask", "", marks=pytest.mark.slow),
         pytest.param("auxiliary", "", marks=pytest.mark.slow),

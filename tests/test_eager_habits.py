@@ -584,9 +584,7 @@ HABITS: dict[str, Any] = {
 
 FIRST = {
     **dict.fromkeys(("crops", "reads without gradient"), 0),
-    **dict.fromkeys(("writes across", "twice, written into"), 1),
-    "backbone": 1,
-    "named": 2,
+    **dict.fromkeys(("writes across", "backbone"), 1),
 }
 """Model -> which of its plans is tested by default; the others with the slow ones."""
 
@@ -715,6 +713,7 @@ def test_what_a_loss_would_train_by_itself_is_told() -> None:
     assert not any("the loss would train" in note for note in trace(habit(_linear)).told)
 
 
+@pytest.mark.slow
 def test_replicas_average_what_only_a_later_forward_reads() -> None:
     report = run(habit(LateBranch), data_replicate=2, micro_batch=1)
 

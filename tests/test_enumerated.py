@@ -40,7 +40,7 @@ def first_layers(plan: Plan) -> tuple[int, ...]:
             *(("1f1b", 0, 0.75), ("1f1b", 0, 1.1), ("gpipe", 0, 0.9), ("gpipe", 1, 0.75), ("zb-v", 0, 0.75)),
             *(("zb-v", 0, 1.1), ("zb-h1", 0, 0.9), ("zb-h1", 1, 1.1), ("zb-h2", 0, 0.75), ("zb-h2", 1, 0.9)),
         ],
-        2,
+        1,
     ),
 )
 def test_the_best_options_of_given_cuts_are_those_of_all_plans(schedule: Schedule, seed: int, share: float) -> None:

@@ -214,12 +214,10 @@ CASES |= SCHEDULES | MORE_SCHEDULES | RECOMPUTES | PARTS
 QUICK = {
     "one device, selective recompute of unfused attention",
     "ddp",
-    "fsdp, tied",
     "fsdp, every kind of recompute at once",
     "tensor 2, fused qkv, tied, head",
     "tensor 2 + sequence, Llama, recompute",
     "pipeline 2, tied across stages",
-    "zb-h1 2, tied across stages",
     "zb-v 2x2, tied on one rank",
     "hsdp 2x2, recompute, permuted",
     "pipeline x tensor + sequence, cut between slices",

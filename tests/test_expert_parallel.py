@@ -104,8 +104,7 @@ CASES = {
 }
 
 QUICK = {
-    "mixtral, experts over all shards",
-    "mixtral, tensor + sequence",
+    "own, stacked, hybrid",
     "own, looked up, every token to one rank",
 }
 """Of each way to spread experts one; the others run by pytest -m slow."""
@@ -406,15 +405,14 @@ def test_experts_that_scale_their_tokens_are_not_spread() -> None:
     assert expert_rule(profile, 2) == "expert: the model has no banks of experts"
 
 
-@pytest.mark.parametrize(
-    ("name", "groups"), [pytest.param("deepseek", (4, 2), marks=pytest.mark.slow), ("mixtral", (1, 1))]
-)
+@pytest.mark.parametrize(("name", "groups"), slow.but_first([("deepseek", (4, 2)), ("mixtral", (1, 1))], 0))
 def test_the_groups_that_a_router_chooses_from_are_found(name: str, groups: tuple[int, int]) -> None:
     banks = [bank for c in small_profile(name).classes for bank in c.experts]
 
     assert {(bank.groups, bank.chosen_groups) for bank in banks} == {groups}
 
 
+@pytest.mark.slow
 def test_experts_whose_tokens_see_each_other_are_not_spread() -> None:
     profile = trace(
         load_model(functools.partial(_Model, "stacked", mixes=True), batch=next_tokens(VOCABULARY), loss=loss)

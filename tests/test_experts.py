@@ -96,6 +96,7 @@ def test_a_device_is_taken_to_hold_what_ran_on_it() -> None:
     assert over.ratio <= 1.0 + 1e-6
 
 
+@pytest.mark.slow
 def test_what_the_space_does_not_hold_is_named() -> None:
     (asked,) = questions([chosen()])
     pricer = Pricer(planning=True)

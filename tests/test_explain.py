@@ -477,6 +477,7 @@ def test_a_small_model_is_told_to_replicate_and_the_walk_ends_there() -> None:
     assert SHARDED.asks not in steps
 
 
+@pytest.mark.slow
 def test_a_large_model_is_asked_for_shards_and_tensor_parallelism() -> None:
     _, steps = walked(chain(parameters=100_000_000, heads=8), cluster(1, 8, device(memory=2.5e9)))
 

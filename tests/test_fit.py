@@ -101,6 +101,7 @@ def test_without_rows_a_fit_goes_back_to_the_values_before_any() -> None:
     assert moved[CONSTANTS.index(named("A100: sustained"))] == pytest.approx(-math.log(1.3))
 
 
+@pytest.mark.slow
 def test_a_group_out_does_not_see_its_own_rows() -> None:
     a100, h100 = plan_on("a100-80gb"), plan_on("h100-80gb")
     cases = [case_of(plan, 1.2 * step_seconds(plan, MODEL)) for plan in (a100, a100, a100, h100, h100, h100)]

@@ -228,6 +228,7 @@ def test_no_plan_of_any_kind_is_over_by_less_than_the_closest(model: ModelProfil
         search(model, on(enough / (1 + 2 * PRECISE)), job(), pins=pins)
 
 
+@pytest.mark.slow
 def test_the_closest_is_only_called_so_where_all_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     model, on = units(3, 3, 1, 1), cluster(1, 2, device(memory=0.8e9))
     monkeypatch.setattr(infeasible, "CLOSEST_S", 60.0)  # time enough on a busy machine, too

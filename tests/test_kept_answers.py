@@ -137,7 +137,7 @@ def _puts_nothing_off(profile: ModelProfile) -> ModelProfile:
     return profile.model_copy(update={"classes": tuple(classes)})
 
 
-@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("buffers", slow.but_first([False, True], 0))
 def test_what_layers_keep_is_found_for_all_ways_to_hold_weights(buffers: bool, tmp_path: Path) -> None:
     """A search of one model seldom asks for two of them with the same micro-batch and schedule."""
     software = str(tmp_path / "own.toml")
@@ -163,7 +163,7 @@ def test_what_layers_keep_is_found_for_all_ways_to_hold_weights(buffers: bool, t
         assert not differs(found, alone), kind
 
 
-@pytest.mark.parametrize("software", slow.but_first(["fsdp2-eager", "megatron-core"], 1))
+@pytest.mark.parametrize("software", slow.but_first(["fsdp2-eager", "megatron-core"], 0))
 def test_methods_keep_what_they_would_find_of_a_mixture(software: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts that are spread or not, weights that are cast or lie in buffers, hosts that are waited for."""
     with asked_anew(monkeypatch) as wrong:

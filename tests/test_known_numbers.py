@@ -24,6 +24,7 @@ from meshwright.profiler.model.known_numbers import knowing_numbers, known  # no
 from meshwright.profiler.model.layer_run import LayerRun  # noqa: E402
 from meshwright.profiler.model.load import load_model  # noqa: E402
 from meshwright.profiler.model.trace import trace  # noqa: E402
+from support import slow  # noqa: E402
 from support.cli import run_plan  # noqa: E402
 
 PICTURES = '''
@@ -199,7 +200,7 @@ def loss(output, batch):
 """
 
 
-@pytest.mark.parametrize(("kind", "decides"), [("Experts", False), pytest.param("Apart", True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "decides"), slow.but_first([("Experts", False), ("Apart", True)], 0))
 def test_the_loop_over_chosen_experts_of_a_large_model_is_profiled_as_if_they_were_chosen_evenly(
     kind: str, decides: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

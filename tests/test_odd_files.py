@@ -14,6 +14,7 @@ from meshwright.planner.plan.legality import legal_cuts, micro_batch_rule, shard
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.trace import trace
+from support import slow
 from support.habits import planned, run
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "abuse" / "odd_models"
@@ -105,7 +106,7 @@ def test_gradients_that_do_not_follow_the_loss_are_of_one_micro_batch(name: str,
     assert micro_batch_rule(profile, 1, 1, pinned=False) is None
 
 
-@pytest.mark.parametrize("name", ["mask_kept", "mask_of_activations", "rotary_cached"])
+@pytest.mark.parametrize("name", slow.but_first(["mask_kept", "mask_of_activations", "rotary_cached"], 1))
 def test_what_is_made_of_sizes_alone_and_kept_is_no_state(name: str) -> None:
     profile = trace(odd(name))
 
@@ -135,7 +136,12 @@ def test_a_batch_with_the_number_of_its_samples_is_drawn_and_not_repeated() -> N
     ("name", "most", "words"),
     [
         ("longest_in_batch", 1, r"what embed returns is \[2, \d+, 32\] in one batch of 2"),
-        ("early_heads", 2, "what add returns between layers is not there, or another tensor, in evaluation"),
+        pytest.param(
+            "early_heads",
+            2,
+            "what add returns between layers is not there, or another tensor, in evaluation",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_is_not_the_same_in_every_run_is_sent_between_no_stages(name: str, most: int, words: str) -> None:
@@ -154,6 +160,7 @@ def test_gradients_by_how_often_a_word_is_there_couple_samples() -> None:
     assert "the gradient of embed.weight in 4 samples is not" in trace(odd("gradient_by_frequency")).coupling
 
 
+@pytest.mark.slow
 def test_weights_of_labels_are_seen_though_some_batches_have_as_many_in_both_halves() -> None:
     assert "samples of a micro-batch see each other a little" in trace(odd("class_weights")).told[0]
 
@@ -186,7 +193,7 @@ def test_bounds_of_rows_are_not_cut() -> None:
     ("name", "pins"),
     [
         ("one_object", {"pipeline": 2}),
-        ("held_by_first", {"pipeline": 2}),
+        pytest.param("held_by_first", {"pipeline": 2}, marks=pytest.mark.slow),
         pytest.param("rotary_cached", {"pipeline": 2}, marks=pytest.mark.slow),
         pytest.param("inference_mode", {"pipeline": 2}, marks=pytest.mark.slow),
         pytest.param("mask_kept", {"pipeline": 2}, marks=pytest.mark.slow),
@@ -271,6 +278,7 @@ def distance(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> 
     return nn.functional.mse_loss(output, batch[1])
 
 
+@pytest.mark.slow
 def test_dropout_is_off_in_both_runs_that_are_compared() -> None:
     report = run(load_model(dropping, batch=features, loss=distance), data_replicate=2)
 

@@ -49,6 +49,7 @@ def _plan(
     return make_plan(profile, cluster(1, shape.degrees.num_devices), training, shape, stages)
 
 
+@pytest.mark.slow
 def test_micro_batches_in_flight_may_write_into_their_part_of_the_batch() -> None:
     report = verified("in place", _plan("in place", [[KEPT] * 3, [KEPT] * 3]))
 
@@ -217,6 +218,7 @@ def test_check_knows_what_cannot_run(
     assert rule in found[0]
 
 
+@pytest.mark.slow
 def test_equal_layers_that_differ_in_what_crosses_may_be_repeated_in_any_order() -> None:
     # such layers are priced apart, so a search may repeat only the later ones
     plan = _plan("gpt2", [[KEPT], [KEPT, REPEATED], [KEPT, KEPT]])

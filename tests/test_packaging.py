@@ -44,6 +44,7 @@ def test_the_wheel_holds_what_the_tree_holds(copied_tree: Path, tmp_path: Path) 
     assert wheel_files(copied_tree, tmp_path / "wheel") == expected_files(copied_tree)
 
 
+@pytest.mark.slow
 def test_a_sub_package_that_is_not_listed_is_missed(copied_tree: Path, tmp_path: Path) -> None:
     (copied_tree / "planner" / "deeper").mkdir()
     (copied_tree / "planner" / "deeper" / "__init__.py").write_text('"""Planted."""\n')

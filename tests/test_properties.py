@@ -392,6 +392,7 @@ def test_giving_parameters_back_is_not_offered_to_layers_without_any() -> None:
 # --- units -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_magnitudes_of_llama_3_8b_on_8_h100_are_those_of_milliseconds_seconds_and_gib() -> None:
     """FSDP over 8 GPUs, one sequence of 8,192 tokens each, every block recomputed: 8e9 x 8 x 8192 FLOPs in a GPU."""
     model, on = zoo_profile("llama3_8b"), cluster_of(load_device("h100-80gb"), 8)

@@ -503,6 +503,7 @@ def test_the_command_prints_the_essentials(folder: Path, capsys: pytest.CaptureF
     assert max(len(line) for line in out.splitlines()) <= 80
 
 
+@pytest.mark.slow
 def test_the_page_shows_step_time_and_memory_with_their_bands(folder: Path) -> None:
     run_plan("report", "plan.json", "--model", "profile.json")
     assert "How far off these may be is not known" in (folder / "report.html").read_text()

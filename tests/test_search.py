@@ -102,7 +102,7 @@ BRUTE_SEEDS = [seed for seed in range(1000) if small(seed)][:40]
 """Few: test_brute_force.py has more, of more kinds."""
 
 
-@pytest.mark.parametrize("seed", slow.but_first(BRUTE_SEEDS, 3))
+@pytest.mark.parametrize("seed", slow.but_first(BRUTE_SEEDS, 2))
 def test_search_finds_the_optimum_of_brute_force(seed: int) -> None:
     model, on, training = random_instance(seed)
 
@@ -353,6 +353,7 @@ def test_slow_network_keeps_tensor_parallel_inside_a_node() -> None:
     assert group.hosts == 1
 
 
+@pytest.mark.slow
 def test_infeasible_names_stage_excess_and_a_cluster_that_would_do() -> None:
     model = profile([layer_class("block", 1e12, 200_000_000, 1e8, 1e6, heads=8)], [0] * 8)
     on = cluster(on=device(memory=2e9), per_host=2)

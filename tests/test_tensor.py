@@ -104,6 +104,7 @@ def _collectives(plan: Plan) -> Counter[str]:
     return counts
 
 
+@pytest.mark.slow
 def test_columns_that_read_one_tensor_share_its_collective() -> None:
     counts = run_ranks(_collectives, 2, _plan())[0]
 

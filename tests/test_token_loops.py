@@ -150,6 +150,7 @@ def test_kernels_of_a_token_are_priced_one_by_one(tmp_path: Path) -> None:
     assert small_s == pytest.approx(10 * device.launch)
 
 
+@pytest.mark.slow
 def test_layers_that_are_many_are_no_scan(tmp_path: Path) -> None:
     text = SCAN.replace("Scan(), LAYER()", "*(nn.Linear(32, 32) for _ in range(300))")
     (tmp_path / "deep.py").write_text(text)

@@ -191,6 +191,7 @@ def test_hosts_behind_slower_links_are_found_by_what_passes_between_them_and_pla
     assert [lap.exchanged for lap in again.laps()[found.label]] == [lap.exchanged for lap in record.laps()[found.label]]
 
 
+@pytest.mark.slow
 def test_a_plan_for_slower_hosts_is_priced_as_if_they_were_not() -> None:
     known = slower_cluster(TWO_HOSTS, [SlowHost(1, (2, 3), SLOW, SLOW, SLOW, True)])
     plan = search(PROFILE, known, TRAINING, pins=Pins(pipeline=2), time_limit_s=5.0).plan
@@ -201,6 +202,7 @@ def test_a_plan_for_slower_hosts_is_priced_as_if_they_were_not() -> None:
     assert found.step_time_s < on_cluster(plan, known, PROFILE)[1].step_time_s
 
 
+@pytest.mark.slow
 def test_a_plan_that_takes_hosts_in_another_order_does_not_race() -> None:
     known = slower_cluster(TWO_HOSTS, [SlowHost(1, (2, 3), SLOW, SLOW, SLOW, True)])
     plan = search(PROFILE, known, TRAINING, time_limit_s=5.0).plan
@@ -244,6 +246,7 @@ def test_newcomers_may_be_as_much_slower_as_constants_miss(
     assert limits[-1] > leader_s
 
 
+@pytest.mark.slow
 def test_what_was_measured_outlives_ctrl_c_and_is_gone_on_with(tmp_path: Path, chosen: SearchResult) -> None:
     first, _ = race(tmp_path, chosen, HiddenTrack(PROFILE, CLUSTER, TRUTH, stops_after=5))
     with (tmp_path / "plan.tune.jsonl").open("a") as file:
@@ -395,6 +398,7 @@ def test_who_teaches_the_fit_is_what_the_others_leave_open(chosen: SearchResult)
     assert teachers(found, found[:1], CLUSTER, PROFILE, knobs=()) == []  # nothing is open where nothing may be off
 
 
+@pytest.mark.slow
 def test_what_was_asked_for_leaves_nothing_open(chosen: SearchResult) -> None:
     pool = Pool(PROFILE, Pins())
     pool.add_result(chosen)

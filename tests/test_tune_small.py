@@ -250,6 +250,7 @@ def test_terms_that_were_not_seen_are_said_everywhere(on_two: tuple[Tuned, Recor
     assert tuned_document(found, [])["candidates"][0]["still_predicted"]
 
 
+@pytest.mark.slow
 def test_memory_of_smaller_jobs_is_within_3_percent_after_the_fit(on_two: tuple[Tuned, Record, SmallTrack]) -> None:
     found, record, _ = on_two
 

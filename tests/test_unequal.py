@@ -137,7 +137,7 @@ def test_a_pinned_zero_bubble_pipeline_is_the_best_of_all_cuts_and_orders_of_kin
         assert outcome.best.seconds == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", slow.but_these(range(40), {0, 33}))  # 33 alone sees stages in a wrong order
+@pytest.mark.parametrize("seed", slow.but_these(range(40), {33}))  # 33 alone sees stages in a wrong order
 def test_master_ilp_scan_and_search_agree_on_unequal_devices(seed: int) -> None:
     model, on, training = random_instance(1000 + seed)
     explorer, space = Explorer(model, on, training), Space(model, on, training, Pins())
@@ -264,7 +264,7 @@ def test_stages_on_their_own_kind_are_faster_than_all_as_the_slowest() -> None:
     assert own < 0.8 * search(BLOCKS, as_the_slowest(on), JOB).estimate.step_time_s
 
 
-@pytest.mark.parametrize("seed", slow.but_these(range(4), (2,)))
+@pytest.mark.parametrize("seed", slow.but_these(range(4), ()))
 def test_faster_devices_in_half_of_the_hosts_make_no_plan_slower(seed: int) -> None:
     rng = random.Random(seed)
     classes = [random_class(rng, f"c{i}", [None, 2]) for i in range(rng.randint(1, 3))]
@@ -411,6 +411,7 @@ def test_the_reason_says_what_becomes_of_unequal_devices() -> None:
     assert "a pipeline of 2 stages, or a multiple, would give each its own kind" in reasons[1]
 
 
+@pytest.mark.slow
 def test_a_saved_plan_knows_the_budget_of_every_stage() -> None:
     on = mixed((1, 2, replace_device(SLOW, 20e9)), (1, 2, FAST))
 

@@ -132,6 +132,7 @@ def test_who_waits_for_a_killed_rank_without_a_connection_to_it_hears_of_it(
     assert [line[: len(message)] for line in messages(endings)] == [message]
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_start_up_is_named_with_the_line(profile: ModelProfile, tmp_path: Path) -> None:
     endings = launch(_start, 2, tmp_path, plan_of(profile, shard=2), tmp_path, hangs, (0, 1), "hangs")
 

@@ -243,7 +243,9 @@ def best(pins: Pins, seed: int) -> tuple[Plan, Estimate]:
     [
         (Pins(context=2), {"context": 2}),
         (Pins(expert=2), {"expert": 2}),
-        (Pins(context=2, expert=2, pipeline=2), {"context": 2, "expert": 2, "pipeline": 2}),
+        pytest.param(
+            Pins(context=2, expert=2, pipeline=2), {"context": 2, "expert": 2, "pipeline": 2}, marks=pytest.mark.slow
+        ),
         (Pins(context=4, context_kind="all_to_all", recompute="full"), {"context": 4}),
         (Pins(everything=True, data_shard=2, expert=2, gradient_sync="every"), {"data_shard": 2, "expert": 2}),
     ],

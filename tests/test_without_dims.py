@@ -135,6 +135,7 @@ def _check(state: dict[str, torch.Tensor], steps: int, make: MakeOptimizer = ada
     torch.testing.assert_close({name: state[name] for name in expected}, dict(expected), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_scale_without_dims_may_be_sharded_and_takes_what_one_element_takes() -> None:
     assert sharding_rule(_profile(), "fp32") is None
     assert (shard_dim((), 4), padded_elements((), 4), padded_elements((), 1)) == (0, 4, 1)
@@ -337,6 +338,7 @@ def _goes_back(plan: Plan, weights: Path) -> tuple[dict[str, torch.Tensor], dict
     return begun, trainer.full_state_dict()
 
 
+@pytest.mark.slow
 def test_weights_and_own_copies_are_taken_over(tmp_path: Path) -> None:
     torch.manual_seed(3)
     expected = ScaledNet().state_dict()

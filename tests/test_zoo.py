@@ -44,7 +44,7 @@ PARAMETERS = {
     "whisper_large_v3": 1_543_490_560,
 }
 
-QUICK = {"early_exit.py", "gpt.py", "gpt2", "lstm.py", "mlp.py"}
+QUICK = {"gpt.py", "gpt2", "lstm.py", "mlp.py"}
 """Small ones of most kinds; the others are built and profiled by `pytest -m slow`."""
 
 EACH = slow.but_these(PARAMETERS, QUICK)
