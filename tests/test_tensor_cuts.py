@@ -331,7 +331,53 @@ def test_fused_gates_are_cut_by_their_parts(interleaved: bool, parts: dict[str, 
     [
         lambda x: x.view(*x.shape[:-1], -1, 4).transpose(-1, -2).flatten(-2),
         lambda x: x.view(*x.shape[:-1], 4, -1).transpose(-1, -2).flatten(-2),
+        lambda x: x.roll(1, -1),
+        lambda x: torch.relu(x).flip(-1),
     ],
 )
 def test_features_in_another_order_are_not_cut(between: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert _cuts_between(between) == ()
+
+
+class _TurnedTogether(nn.Module):
+    """Queries and keys of one fused projection, which are normed together before they are told apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.kv = 4, 2
+        self.qkv, self.out = nn.Linear(64, 8 * 16), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both, v = self.qkv(x).split([(self.heads + self.kv) * 16, self.kv * 16], -1)
+        both = functional.rms_norm(both.reshape(*x.shape[:2], -1, 16), (16,))
+        q, k = both[:, :, : self.heads], both[:, :, self.heads :]
+        v = v.reshape(*x.shape[:2], -1, 16)
+        k, v = (y.repeat_interleave(2, 2).transpose(1, 2) for y in (k, v))
+        y = functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
+
+
+def test_queries_and_keys_that_are_told_apart_late_are_not_cut_as_one() -> None:
+    model = nn.Sequential(_TurnedTogether(), _TurnedTogether(), nn.Flatten())
+    profile = trace(load_model(model, batch=lambda size: torch.ones(size, 4, 64), loss=lambda y, batch: y.mean()))
+
+    assert profile.classes[0].cuts == ()
+    assert "0.out: not cut by tensor parallelism, because slice in the layer takes some of the cut" in profile.notes[0]
+
+
+class _Joined(nn.Module):
+    """Two columns whose outputs are joined for one row, as attention and MLP of Flux's single-stream blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 32), nn.Linear(8, 16), nn.Linear(48, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.cat([functional.relu(self.up(x)), self.gate(x)], -1))
+
+
+def test_features_that_are_joined_with_others_are_not_cut() -> None:
+    model = nn.Sequential(_Joined(), _Joined(), nn.Flatten())
+    profile = trace(load_model(model, batch=lambda size: torch.ones(size, 4, 8), loss=lambda y, batch: y.mean()))
+
+    assert profile.classes[0].cuts == ()

@@ -52,6 +52,8 @@ SMALLEST_VOCABULARY = 1024
 _DEGREES = (2, 3, 5, 7)
 """Tried on fake tensors; what none of them divides, none of 2 to 10 does."""
 
+_DOES_NOT_RUN = "with its weights cut the layer does not run"
+
 
 @dataclass(frozen=True)
 class Found:
@@ -312,12 +314,13 @@ class _Probe:
         if degree is None:
             return f"its {' and '.join(map(str, cut.units))} units cannot be shared evenly by 2 to 10 ranks"
         candidates = tuple(self._attributes(cut))
+        problems: list[str] = []
 
         def problem(chosen: tuple[tuple[str, str], ...]) -> str:
-            return self.problem(self._dividing(cut, chosen), degree)
+            problems.append(self.problem(self._dividing(cut, chosen), degree))
+            return problems[-1]
 
-        found = problem(())
-        if not found:
+        if not problem(()):
             return self._dividing(cut, ())
         if candidates and not problem(candidates):
             needed = candidates
@@ -328,7 +331,7 @@ class _Probe:
         for chosen in (*itertools.combinations(candidates, 1), *itertools.combinations(candidates, 2)):
             if not problem(chosen):
                 return self._dividing(cut, chosen)
-        return found
+        return next((problem for problem in problems if not problem.startswith(_DOES_NOT_RUN)), problems[0])
 
     def _dividing(self, cut: TensorCut, chosen: tuple[tuple[str, str], ...]) -> TensorCut:
         """The cut, with these attributes divided by the degree (and Conv1D's own width, which it reshapes by)."""
@@ -356,7 +359,7 @@ class _Probe:
                 self.fake, self.chain, self.index, self.shapes, 1, self.seq_len, [cut], degree, backward=False
             )
         except ValueError as error:
-            return f"with its weights cut the layer does not run ({_first_line(error.__cause__ or error)})"
+            return f"{_DOES_NOT_RUN} ({_first_line(error.__cause__ or error)})"
         if [spec.shape for spec in seen.outputs] != [spec.shape for spec in self.whole.outputs]:
             return "with its weights cut the layer's output changes its shape"
         whole, trial = aligned(forward_ops(self.whole), forward_ops(seen))

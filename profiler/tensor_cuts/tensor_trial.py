@@ -170,20 +170,56 @@ def leading_problem(modules: Mapping[str, nn.Module], whole: Sequence[Op], cut: 
 
 
 def order_problem(whole: Sequence[Op], cut: Sequence[Op], trial: TensorCut) -> str:
-    """Why a cut fails where a view mixes the cut features with others, or moves them to a place after others, so that a
-    contiguous slice before the view is none after it; "" if no view does."""
-    columns = [v for op in whole if op.module in trial.parts and not op.is_view for v in op.outputs]
-    fused = {storage for view in columns for storage in made_alike(whole, view)}
+    """Why a cut fails where an operator mixes the cut features with others, takes some of them, or moves them to other
+    places, so that a contiguous slice before it is none after it; "" if none does."""
+    columns = {
+        name: [v for op in whole if op.module == name and not op.is_view for v in op.outputs] for name in trial.columns
+    }
+    made = {name: {s for view in views for s in made_alike(whole, view)} for name, views in columns.items()}
+    fused = set().union(*(made[name] for name in trial.parts))
+    own = set().union(*made.values())
     for a, b in zip(whole, cut, strict=True):
-        if a.name not in ("view", "_unsafe_view") or a.inputs[0].storage in fused:
+        where = f"in {a.module or 'the layer'}"
+        if a.name not in ("view", "_unsafe_view"):
+            if any(_moves(a, b, place, own) for place in range(len(a.inputs))):
+                return f"because {a.name} {where} takes some of the cut features, or joins them with others"
+            continue
+        if a.inputs[0].storage in fused:
             continue
         before, after = _changed(a.inputs[0], b.inputs[0]), _changed(a.outputs[0], b.outputs[0])
         if len(before) != 1 or len(after) != 1:
             if before or after:
-                return f"because a view in {a.module or 'the layer'} mixes the cut features with others"
+                return f"because a view {where} mixes the cut features with others"
         elif math.prod(a.inputs[0].shape[: before[0]]) != math.prod(a.outputs[0].shape[: after[0]]):
-            return f"because a view in {a.module or 'the layer'} brings the cut features into another order"
+            return f"because a view {where} brings the cut features into another order"
     return ""
+
+
+_ADDS_PLACES = {"cat", "repeat", "constant_pad_nd"}
+_CHANGES_PLACES = {"roll", "flip"}
+
+
+def _moves(whole: Op, cut: Op, place: int, columns: set[int]) -> bool:
+    """Whether an operator gives the cut features of its input `place` in other places. columns: storages of what the
+    columns give, of which parts_of has seen to it that a rank has its share of each part."""
+    given = whole.inputs[place]
+    dims = _changed(given, cut.inputs[place])
+    if not dims:
+        return False
+    if whole.name in _CHANGES_PLACES:
+        moved = whole.arguments[-1] or range(len(given.shape))
+        return any(dim % len(given.shape) in dims for dim in moved)
+    if whole.name in _ADDS_PLACES:
+        added = len(whole.outputs[0].shape) - len(given.shape)
+        return added >= 0 and any(whole.outputs[0].shape[dim + added] != given.shape[dim] for dim in dims)
+    if not whole.is_view or given.storage in columns:
+        return False
+    for made, part in zip(whole.outputs, cut.outputs, strict=True):
+        if math.prod(made.shape) < math.prod(given.shape):
+            same = len(made.shape) == len(given.shape)
+            if any(made.shape[dim] != given.shape[dim] for dim in dims) if same else not _changed(made, part):
+                return True
+    return False
 
 
 def _changed(whole: View, cut: View) -> list[int]:
