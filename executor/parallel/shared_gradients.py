@@ -67,8 +67,8 @@ class SharedGradients(TorchFunctionMode):
             self._is_muted = was_muted
 
     def differs(self, x: torch.Tensor) -> bool:
-        """Whether x, or what it is a view of, differs between tensor ranks."""
-        return x in self._differs or (x._base is not None and x._base in self._differs)
+        """Whether x, or what it is a view of, differs between tensor ranks, as do parameters that are cut."""
+        return x in self._differs or (x._base is not None and x._base in self._differs) or self._is_cut(x)
 
     def mark(self, x: torch.Tensor, differs: bool) -> None:
         """Say whether x differs between tensor ranks."""
@@ -106,6 +106,9 @@ class SharedGradients(TorchFunctionMode):
             else:
                 self._used_whole |= names - self._layout.partial
         return output
+
+    def _is_cut(self, x: torch.Tensor) -> bool:
+        return isinstance(x, nn.Parameter) and not self._layout.cuts.keys().isdisjoint(self._known(x))
 
     def _known(self, x: torch.Tensor) -> frozenset[str]:
         """Names of the parameters that x is, or is computed from alone; none if it is something else."""

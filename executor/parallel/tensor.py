@@ -29,6 +29,7 @@ from ...planner.plan.document import LayerPlan, Plan, parts_of
 from ...planner.plan.schedules import ZERO_BUBBLE
 from ...profiler.model.model_profile import CrossingTensor, TensorCut
 from ...profiler.semantics.token_marks import own_shape
+from ...profiler.tensor_cuts.tensor_modules import divide_count
 from ..torch_compat import in_backward
 from .delayed_weights import DelayedWeights
 from .tensor_collectives import Alike, GatherAlike, GatherSum, PendingCollective, Slice, SumAlike, SumSlice, call
@@ -148,7 +149,7 @@ def _divide_attributes(stage: nn.Module, prefix: str, cut: TensorCut, degree: in
     for module_name, attributes in cut.attributes.items():
         module = _submodule(stage, prefix, module_name)
         for attribute in attributes:
-            setattr(module, attribute, getattr(module, attribute) // degree)
+            divide_count(module, attribute, degree)
 
 
 def _check_ties(plan: Plan) -> None:

@@ -453,6 +453,11 @@ class LayerRun:
             for handle in handles:
                 handle.remove()
 
+    @property
+    def running(self) -> str:
+        """The innermost module that runs, or in which the run broke off; '' outside of them."""
+        return self._modules[-1] if self._modules else ""
+
     def _push(self, name: str) -> Callable[[nn.Module, Any], None]:
         return lambda module, args: self._modules.append(name)
 

@@ -208,7 +208,9 @@ class TensorCut(Frozen):
         default={}, description="fused column modules (qkv): output widths that are cut one by one"
     )
     attributes: dict[str, tuple[str, ...]] = Field(
-        default={}, description="module -> its integer attributes that must be divided by the degree (n_head, ...)"
+        default={},
+        description="module -> its integer attributes that must be divided by the degree (n_head, or config.n_head of "
+        "an object that it keeps)",
     )
     inputs: dict[str, str] = Field(
         default={},

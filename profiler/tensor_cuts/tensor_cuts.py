@@ -10,7 +10,7 @@ decides whether the rest of the layer can run on a slice of the sequence.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any
@@ -42,9 +42,17 @@ from .tensor_flow import (
     rows_of,
     sources,
 )
-from .tensor_modules import features, has_weight, is_convolution, is_linear, is_product, output_dim
-from .tensor_rank import layer_modules, run_cut
-from .tensor_trial import aligned, forward_ops, leading_problem, order_problem, reduction_problem, working
+from .tensor_modules import counts_of, features, has_weight, is_convolution, is_linear, is_product, output_dim
+from .tensor_rank import CutRunError, layer_modules, run_cut
+from .tensor_trial import (
+    OTHER_OPERATORS,
+    aligned,
+    forward_ops,
+    leading_problem,
+    order_problem,
+    reduction_problem,
+    working,
+)
 
 SMALLEST_VOCABULARY = 1024
 """Embeddings with fewer rows (positions of short sequences, token types) are not worth a collective."""
@@ -255,6 +263,7 @@ class _Probe:
         for name in norms:
             sharded |= self.sharded(name, 0, bias=True)
         entered = {column for column in columns if sources(flow, column) & set(entries)}
+        read = self._read_between(flow, rows, between, sharded)
         cut = TensorCut(
             kind=kind,
             columns=columns,
@@ -263,7 +272,7 @@ class _Probe:
             inputs={column: "" if column in entered else flow.taps[column].like for column in columns},
             entries=entries,
             between=tuple(norms),
-            partial=self._partial(flow, rows, between, sharded),
+            partial=self._trained(read),
             tables=by_heads.tables,
             door=by_heads.door,
             given=by_heads.given,
@@ -271,12 +280,17 @@ class _Probe:
             units=tuple(dict.fromkeys([*units, *norms.values()])),
             sharded=sharded,
         )
-        return self._try_with_attributes(cut)
+        return self._try_with_counts(cut, read)
 
-    def _partial(
+    def _trained(self, names: Iterable[str]) -> tuple[str, ...]:
+        own = self._own()
+        return tuple(name for name in names if own[name].requires_grad)
+
+    def _read_between(
         self, flow: Flow, rows: tuple[str, ...], between: set[int], sharded: dict[str, int]
     ) -> tuple[str, ...]:
-        """Trained parameters that are joined with what differs between ranks before the rows, by themselves or cast."""
+        """Parameters that are joined with what differs between ranks before the rows, by themselves, cast, or looked up
+        by what is not trained."""
         differs = cut_storages(flow, between) - set(flow.parameters)
         named, own = dict(self.fake.module.named_parameters()), self._own()
         names: dict[int, set[str]] = defaultdict(set)
@@ -284,15 +298,18 @@ class _Probe:
             names[id(parameter)].add(name)
         # Those of the flow are the first names: of a module that several layers hold, those of the first of them.
         known = {number: set(names[id(named[name])]) for number, name in flow.parameters.items()}
+        activations = {storage for storage, requires_grad in flow.arriving.items() if requires_grad}
         found: set[str] = set()
         for op in flow.ops:
             read = {view.storage for view in op.inputs}
+            if not op.is_view and read & activations:
+                activations |= made_by(op)
             if read & differs and op.module not in rows:
                 found |= {name for storage in read for name in known.get(storage, ())}
-            elif read and read <= set(known):
+            elif not read & activations and read & set(known):
                 for storage in made_by(op):
-                    known.setdefault(storage, set()).update(*(known[s] for s in read))
-        return tuple(sorted(n for n in found - set(sharded) if own[n].requires_grad))
+                    known.setdefault(storage, set()).update(*(known.get(s, ()) for s in read))
+        return tuple(sorted(found - set(sharded)))
 
     def _own(self) -> dict[str, nn.Parameter]:
         """Parameters of the layer, by the names that it has for them."""
@@ -308,49 +325,71 @@ class _Probe:
             cut[id(module.bias)] = 0
         return {name: cut[id(parameter)] for name, parameter in self._own().items() if id(parameter) in cut}
 
-    def _try_with_attributes(self, cut: TensorCut) -> TensorCut | str:
-        """The cut with the fewest attributes that must be divided for the layer to run; or why it does not run."""
+    def _try_with_counts(self, cut: TensorCut, read: Sequence[str]) -> TensorCut | str:
+        """The cut with the fewest counts, and parameters of those read between columns and rows, that must be divided
+        for the layer to run; or why it does not work."""
         degree = common_degree([cut])
         if degree is None:
             return f"its {' and '.join(map(str, cut.units))} units cannot be shared evenly by 2 to 10 ranks"
-        candidates = tuple(self._attributes(cut))
         problems: list[str] = []
 
-        def problem(chosen: tuple[tuple[str, str], ...]) -> str:
+        def problem(chosen: Sequence[_Divided]) -> str:
             problems.append(self.problem(self._dividing(cut, chosen), degree))
             return problems[-1]
 
         if not problem(()):
             return self._dividing(cut, ())
-        if candidates and not problem(candidates):
-            needed = candidates
-            for candidate in candidates:
-                fewer = tuple(c for c in needed if c != candidate)
-                needed = needed if problem(fewer) else fewer
-            return self._dividing(cut, needed)
-        for chosen in (*itertools.combinations(candidates, 1), *itertools.combinations(candidates, 2)):
+        values = self._values(cut)
+        own, kept = self._counts(cut, values)
+        if own and not problem(own):
+            return self._dividing(cut, _fewest(own, problem))
+        for few in (*itertools.combinations(own, 1), *itertools.combinations(own, 2)):
+            if not problem(few):
+                return self._dividing(cut, few)
+        for chosen in _wider(own, kept, self._by_units(cut, read, values)):
             if not problem(chosen):
-                return self._dividing(cut, chosen)
-        return next((problem for problem in problems if not problem.startswith(_DOES_NOT_RUN)), problems[0])
+                return self._dividing(cut, _fewest(chosen, problem))
+        return min(problems, key=lambda problem: (problem.startswith(_DOES_NOT_RUN), problem == OTHER_OPERATORS))
 
-    def _dividing(self, cut: TensorCut, chosen: tuple[tuple[str, str], ...]) -> TensorCut:
-        """The cut, with these attributes divided by the degree (and Conv1D's own width, which it reshapes by)."""
+    def _dividing(self, cut: TensorCut, chosen: Iterable["_Divided"]) -> TensorCut:
+        """The cut, with these divided by the degree (and Conv1D's own width, which it reshapes by)."""
         attributes: dict[str, tuple[str, ...]] = {c: ("nf",) for c in cut.columns if hasattr(self.modules[c], "nf")}
         attributes |= dict.fromkeys(cut.between, ("num_groups", "num_channels"))
-        for module, attribute in chosen:
-            attributes[module] = (*attributes.get(module, ()), attribute)
-        return cut.model_copy(update={"attributes": attributes})
+        sharded, own = dict(cut.sharded), self._own()
+        for name, what in chosen:
+            if isinstance(what, str):
+                attributes[name] = (*attributes.get(name, ()), what)
+            else:
+                sharded |= {other: what for other, parameter in own.items() if parameter is own[name]}
+        partial = tuple(name for name in cut.partial if name not in sharded)
+        return cut.model_copy(update={"attributes": attributes, "sharded": sharded, "partial": partial})
 
-    def _attributes(self, cut: TensorCut) -> list[tuple[str, str]]:
-        """Whole numbers kept by the modules around the columns that may count what is cut."""
+    def _values(self, cut: TensorCut) -> set[int]:
+        """Numbers that may count what is cut."""
         widths = {features(self.modules[column])[1] for column in cut.columns}
-        values = widths | set(cut.units) | {width for parts in cut.parts.values() for width in parts}
-        found = []
-        for name in dict.fromkeys(module for column in cut.columns for module in _around(column, cut)):
-            for attribute, value in vars(self.modules.get(name, nn.Module())).items():
-                if type(value) is int and value in values:
-                    found.append((name, attribute))
-        return found
+        return widths | set(cut.units) | {width for parts in cut.parts.values() for width in parts}
+
+    def _counts(self, cut: TensorCut, values: set[int]) -> tuple[tuple["_Divided", ...], tuple["_Divided", ...]]:
+        """Such numbers that the modules around the columns keep: of their own, and of objects that they keep."""
+        names = dict.fromkeys(module for column in cut.columns for module in _around(column, cut))
+        found = [
+            (name, attribute)
+            for name in names
+            for attribute, value in counts_of(self.modules.get(name, nn.Module())).items()
+            if value in values
+        ]
+        return tuple(c for c in found if "." not in c[1]), tuple(c for c in found if "." in c[1])
+
+    def _by_units(self, cut: TensorCut, read: Iterable[str], values: set[int]) -> tuple["_Divided", ...]:
+        """Dims of parameters read between columns and rows that may have an entry for each unit that is cut."""
+        own = self._own()
+        return tuple(
+            (name, dim)
+            for name in read
+            if name.rpartition(".")[0] in self.modules
+            for dim, size in enumerate(own[name].shape)
+            if size in values and any(size % unit == 0 for unit in cut.units)
+        )
 
     def problem(self, cut: TensorCut, degree: int) -> str:
         """Why the layer does not work with the cut; "" if it does."""
@@ -358,8 +397,9 @@ class _Probe:
             seen = run_cut(
                 self.fake, self.chain, self.index, self.shapes, 1, self.seq_len, [cut], degree, backward=False
             )
-        except ValueError as error:
-            return f"{_DOES_NOT_RUN} ({_first_line(error.__cause__ or error)})"
+        except CutRunError as error:
+            where = f"in {error.module}: " if error.module else ""
+            return f"{_DOES_NOT_RUN} ({where}{_first_line(error.__cause__ or error)})"
         if [spec.shape for spec in seen.outputs] != [spec.shape for spec in self.whole.outputs]:
             return "with its weights cut the layer's output changes its shape"
         whole, trial = aligned(forward_ops(self.whole), forward_ops(seen))
@@ -379,6 +419,35 @@ class _Probe:
             return head
         gathers = any(collective.kind == "all_gather" for collective in seen.collectives)
         return head if gathers or not any(op.kind == "loss" for op in seen.ops) else apart
+
+
+_Divided = tuple[str, str | int]
+"""What is divided with the weights: a module and its attribute, or a parameter and its dim."""
+
+
+def _fewest(chosen: Sequence[_Divided], problem: Callable[[Sequence[_Divided]], str]) -> Sequence[_Divided]:
+    """Those of `chosen`, all of which together have no problem, that it takes."""
+    for one in chosen:
+        fewer = tuple(other for other in chosen if other != one)
+        chosen = chosen if problem(fewer) else fewer
+    return chosen
+
+
+def _wider(
+    own: tuple[_Divided, ...], kept: tuple[_Divided, ...], parameters: tuple[_Divided, ...]
+) -> Iterator[tuple[_Divided, ...]]:
+    """What to try after the modules' own counts: counts of objects that they keep, and parameters. One of the counts
+    may be left out, as that of heads of queries for each of keys, of which there may be as many."""
+    of_own, of_all = (
+        ((*counts,), *itertools.combinations(counts, len(counts) - 1)) if counts else ((),)
+        for counts in (own, (*own, *kept))
+    )
+    if kept:
+        yield from of_all
+    first_dims = tuple({name: (name, dim) for name, dim in reversed(parameters)}.values())
+    for some in dict.fromkeys((first_dims, *((one,) for one in parameters))) if parameters else ():
+        for counts in (*of_own, *of_all) if kept else of_own:
+            yield (*counts, *some)
 
 
 def _around(column: str, cut: TensorCut) -> list[str]:

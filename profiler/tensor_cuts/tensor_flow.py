@@ -232,24 +232,42 @@ def parts_of(flow: Flow, column: str) -> tuple[int, ...] | str:
     """Widths that a fused column's output is split into; one width if it is used as a whole."""
     tap = flow.taps[column]
     width = features(tap.module)[1]
-    spans = set()
-    for view in _readers(flow.ops, tap.output):
+    reads = {_Read.of(view, width) for view in _readers(flow.ops, tap.output) if math.prod(view.shape)}
+    if all(read.block == width for read in reads):
+        return (width,)
+    parts: list[int] = []
+    while sum(parts) < width:
+        start = sum(parts)
+        block = max((read.block for read in reads if read.start == start), default=0)
+        inside = {read for read in reads if start <= read.start < start + block}
+        if not inside:
+            break
+        if any(read.block != block or read.end > start + block for read in inside):
+            break
+        parts.append(block)
+    if sum(parts) == width:
+        return tuple(parts)
+    if sum(parts) == max(read.end for read in reads):
+        return f"because part of the output of {column} is not used"
+    pieces = sorted((read.start, read.end - read.start) for read in reads)
+    return f"because {column} is split into overlapping or interleaved pieces {pieces}"
+
+
+@dataclass(frozen=True)
+class _Read:
+    """How one view reads features. block: how many features in a row its units (heads) take, of each of which it may
+    read a half alone, as rotary embeddings do."""
+
+    start: int
+    end: int
+    block: int
+
+    @classmethod
+    def of(cls, view: View, width: int) -> "_Read":
         start = view.offset % width
         sizes = [(s, n) for s, n in zip(view.strides, view.shape, strict=True) if 0 < s < width and n > 1]
-        reach = sum(stride * (size - 1) for stride, size in sizes) + 1
-        leading = max(sizes, default=(1, 1))
-        spans.add((start, width) if leading[0] * leading[1] == width else (start, reach))
-    if all(length == width for _, length in spans):
-        return (width,)
-    ordered = sorted(spans)
-    position = 0
-    for start, length in ordered:
-        if start != position:
-            return f"because {column} is split into overlapping or interleaved pieces {ordered}"
-        position = start + length
-    if position != width:
-        return f"because part of the output of {column} is not used"
-    return tuple(length for _, length in ordered)
+        stride, count = max(sizes, default=(1, 1))
+        return cls(start, start + sum(s * (n - 1) for s, n in sizes) + 1, stride * count)
 
 
 def channels_of(flow: Flow, column: str) -> tuple[int, ...] | str:

@@ -1,5 +1,9 @@
 """Modules that tensor parallelism knows how to cut, and which dim of their weights holds what."""
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 from torch import nn
 
 
@@ -32,3 +36,34 @@ def features(module: nn.Module) -> tuple[int, int]:
 def output_dim(module: nn.Module) -> int:
     """The dim of its weight that holds output features."""
     return 0 if isinstance(module, nn.Linear) or is_convolution(module) else 1
+
+
+def counts_of(module: nn.Module) -> dict[str, int]:
+    """Whole numbers that a module keeps, by attribute: its own, and then those of plain objects that it keeps, as
+    "config.num_heads"."""
+    own = vars(module)
+    found = {name: value for name, value in own.items() if type(value) is int}
+    for name, value in own.items():
+        if _is_plain(name, value):
+            found |= {f"{name}.{key}": number for key, number in vars(value).items() if type(number) is int}
+    return found
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    return (
+        not name.startswith("_") and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type | Callable)
+    )
+
+
+def divide_count(module: nn.Module, attribute: str, degree: int) -> Callable[[], None]:
+    """Divide one of these numbers for this module alone; what undoes it. Of an object that others keep as well the
+    module gets a copy."""
+    name, _, key = attribute.partition(".")
+    before = getattr(module, name)
+    if key:
+        own = copy.copy(before)
+        vars(own)[key] //= degree
+        setattr(module, name, own)
+    else:
+        setattr(module, name, before // degree)
+    return lambda: setattr(module, name, before)

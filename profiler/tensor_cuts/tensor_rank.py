@@ -16,6 +16,15 @@ from ..model.meters import Recorder, Size
 from ..model.model_profile import TensorCut
 from ..model.run_shapes import Shapes
 from ..semantics.logit_shards import shard_logits
+from .tensor_modules import divide_count
+
+
+class CutRunError(ValueError):
+    """A layer does not run with its weights cut. module: in which of its modules it broke off."""
+
+    def __init__(self, message: str, module: str) -> None:
+        super().__init__(message)
+        self.module = module
 
 
 def run_cut(
@@ -34,12 +43,16 @@ def run_cut(
 
     sequence_dims: producer of each arriving tensor -> its sequence dim, to run between the cuts on a slice of the
     sequence; None: on the whole.
+    Raises CutRunError where it does not run.
     """
     run = LayerRun(fake, chain, index, shapes, size, seq_len)
     rank = TensorRank(run, cuts, degree, seq_len, sequence_dims)
     with fake.mode or nullcontext(), rank.applied(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a loss on a slice warns of targets that are whole
-        seen = run.run(arrive=rank.arrive, backward=backward)
+        try:
+            seen = run.run(arrive=rank.arrive, backward=backward)
+        except ValueError as error:
+            raise CutRunError(str(error), run.running) from error.__cause__
     seen.collectives = rank.collectives
     return seen
 
@@ -94,7 +107,7 @@ class TensorRank:
                 self._without_padding(cut, undo)
                 for name, attributes in cut.attributes.items():
                     for attribute in attributes:
-                        self._divide(self._modules[name], attribute, undo)
+                        undo.callback(divide_count(self._modules[name], attribute, self._degree))
                 self._hook(cut, undo)
             try:
                 yield
@@ -102,15 +115,17 @@ class TensorRank:
                 self._entered.clear()
 
     def _cut_parameters(self, cut: TensorCut, undo: ExitStack) -> None:
-        for name in (*cut.columns, *cut.rows, *cut.between):
-            module = self._modules[name]
-            for key, dim in self._dims_of(cut, name, module).items():
-                whole = module._parameters[key]
-                assert whole is not None
-                shape = list(whole.shape)
-                shape[dim] //= self._degree
-                module._parameters[key] = nn.Parameter(torch.empty(shape, dtype=whole.dtype), whole.requires_grad)
-                undo.callback(module._parameters.__setitem__, key, whole)
+        for name, dim in cut.sharded.items():
+            of, _, key = name.rpartition(".")
+            if of not in self._modules:  # another name of one of the layer's, in a module that it does not run
+                continue
+            parameters = self._modules[of]._parameters
+            whole = parameters[key]
+            assert whole is not None
+            shape = list(whole.shape)
+            shape[dim] //= self._degree
+            parameters[key] = nn.Parameter(torch.empty(shape, dtype=whole.dtype), whole.requires_grad)
+            undo.callback(parameters.__setitem__, key, whole)
 
     def _without_padding(self, cut: TensorCut, undo: ExitStack) -> None:
         """A padding row may be on another rank."""
@@ -119,15 +134,6 @@ class TensorRank:
             if getattr(module, "padding_idx", None) is not None:
                 undo.callback(setattr, module, "padding_idx", module.padding_idx)
                 setattr(module, "padding_idx", None)  # noqa: B010
-
-    def _dims_of(self, cut: TensorCut, name: str, module: nn.Module) -> dict[str, int]:
-        prefix = name + "." if name else ""
-        return {key: cut.sharded[prefix + key] for key in module._parameters if prefix + key in cut.sharded}
-
-    def _divide(self, module: nn.Module, attribute: str, undo: ExitStack) -> None:
-        value = getattr(module, attribute)
-        setattr(module, attribute, value // self._degree)
-        undo.callback(setattr, module, attribute, value)
 
     def _hook(self, cut: TensorCut, undo: ExitStack) -> None:
         gathered_outside = self._sequence_dim is not None and bool(cut.gather)

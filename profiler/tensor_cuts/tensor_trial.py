@@ -67,6 +67,8 @@ def working(ops: Sequence[Op]) -> tuple[str, ...]:
     return tuple(op.name for op in ops if not op.is_view)
 
 
+OTHER_OPERATORS = "because the layer runs other operators when its weights are cut"
+
 _DIM_SECOND = {"topk", "kthvalue"}
 """Reductions whose first argument is a count, and whose dim comes second."""
 
@@ -100,7 +102,7 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 def reduction_problem(whole: Sequence[Op], cut: Sequence[Op], rows: set[str]) -> str:
     """An operator that would sum or normalise over a slice instead of the whole; rows: where that is wanted."""
     if [op.name for op in whole] != [op.name for op in cut]:
-        return "because the layer runs other operators when its weights are cut"
+        return OTHER_OPERATORS
     for a, b in zip(whole, cut, strict=True):
         changed = [u.shape != v.shape for u, v in zip(a.inputs, b.inputs, strict=True)]
         if not any(changed) or a.module in rows:
