@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from textwrap import shorten
 from typing import Any
 
@@ -263,7 +264,7 @@ class _Probe:
         for name in norms:
             sharded |= self.sharded(name, 0, bias=True)
         entered = {column for column in columns if sources(flow, column) & set(entries)}
-        read = self._read_between(flow, rows, between, sharded)
+        read = partial(self._read_between, flow, rows, between, sharded)
         cut = TensorCut(
             kind=kind,
             columns=columns,
@@ -272,7 +273,7 @@ class _Probe:
             inputs={column: "" if column in entered else flow.taps[column].like for column in columns},
             entries=entries,
             between=tuple(norms),
-            partial=self._trained(read),
+            partial=self._trained(read()),
             tables=by_heads.tables,
             door=by_heads.door,
             given=by_heads.given,
@@ -280,17 +281,17 @@ class _Probe:
             units=tuple(dict.fromkeys([*units, *norms.values()])),
             sharded=sharded,
         )
-        return self._try_with_counts(cut, read)
+        return self._try_with_counts(cut, read(looked_up=True))
 
     def _trained(self, names: Iterable[str]) -> tuple[str, ...]:
         own = self._own()
         return tuple(name for name in names if own[name].requires_grad)
 
     def _read_between(
-        self, flow: Flow, rows: tuple[str, ...], between: set[int], sharded: dict[str, int]
+        self, flow: Flow, rows: tuple[str, ...], between: set[int], sharded: dict[str, int], looked_up: bool = False
     ) -> tuple[str, ...]:
-        """Parameters that are joined with what differs between ranks before the rows, by themselves, cast, or looked up
-        by what is not trained."""
+        """Parameters that are joined with what differs between ranks before the rows, by themselves or cast. looked_up:
+        or by what was read of them with something that is not trained, as of a table with indices."""
         differs = cut_storages(flow, between) - set(flow.parameters)
         named, own = dict(self.fake.module.named_parameters()), self._own()
         names: dict[int, set[str]] = defaultdict(set)
@@ -298,15 +299,15 @@ class _Probe:
             names[id(parameter)].add(name)
         # Those of the flow are the first names: of a module that several layers hold, those of the first of them.
         known = {number: set(names[id(named[name])]) for number, name in flow.parameters.items()}
-        activations = {storage for storage, requires_grad in flow.arriving.items() if requires_grad}
+        trained = {storage for storage, requires_grad in flow.arriving.items() if requires_grad}
         found: set[str] = set()
         for op in flow.ops:
             read = {view.storage for view in op.inputs}
-            if not op.is_view and read & activations:
-                activations |= made_by(op)
+            if not op.is_view and read & trained:
+                trained |= made_by(op)
             if read & differs and op.module not in rows:
                 found |= {name for storage in read for name in known.get(storage, ())}
-            elif not read & activations and read & set(known):
+            elif read and (read <= set(known) or (looked_up and read & set(known) and not read & trained)):
                 for storage in made_by(op):
                     known.setdefault(storage, set()).update(*(known.get(s, ()) for s in read))
         return tuple(sorted(found - set(sharded)))
@@ -361,8 +362,8 @@ class _Probe:
                 attributes[name] = (*attributes.get(name, ()), what)
             else:
                 sharded |= {other: what for other, parameter in own.items() if parameter is own[name]}
-        partial = tuple(name for name in cut.partial if name not in sharded)
-        return cut.model_copy(update={"attributes": attributes, "sharded": sharded, "partial": partial})
+        shared = tuple(name for name in cut.partial if name not in sharded)
+        return cut.model_copy(update={"attributes": attributes, "sharded": sharded, "partial": shared})
 
     def _values(self, cut: TensorCut) -> set[int]:
         """Numbers that may count what is cut."""
