@@ -381,3 +381,56 @@ def test_features_that_are_joined_with_others_are_not_cut() -> None:
     profile = trace(load_model(model, batch=lambda size: torch.ones(size, 4, 8), loss=lambda y, batch: y.mean()))
 
     assert profile.classes[0].cuts == ()
+
+
+class _Batched(nn.Module):
+    """Attention by bmm, over samples and heads in one dim (Mvp, SpeechT5)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.width = 4, 32
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size, length, _ = x.shape
+        q, k, v = (
+            y.view(size, length, self.num_heads, 8).transpose(1, 2).reshape(size * self.num_heads, length, 8)
+            for y in (self.q(x), self.k(x), self.v(x))
+        )
+        y = torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v).view(size, self.num_heads, length, 8)
+        return x + self.out(y.transpose(1, 2).reshape(size, length, self.width))
+
+
+def test_heads_that_bmm_takes_as_samples_are_counted() -> None:
+    model = nn.Sequential(_Batched(), _Batched(), nn.Flatten())
+    profile = trace(load_model(model, batch=lambda size: torch.ones(size, 6, 32), loss=lambda y, batch: y.mean()))
+
+    cut = profile.classes[0].cuts[0]
+    assert (cut.kind, cut.units, cut.attributes) == ("attention", (4,), {"": ("num_heads", "width")})
+
+
+class _First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, self.scale(x)
+
+
+class _ScaledByGiven(_Pair):
+    """Between column and row it reads something trained that an earlier layer has made."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.relu)
+
+    def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, scale = given
+        return x + self.down(self.up(x) * scale[..., :1]), scale
+
+
+def test_what_reads_something_trained_that_arrives_is_not_cut() -> None:
+    model = nn.Sequential(_First(), _ScaledByGiven(), _ScaledByGiven())
+    loaded = load_model(model, batch=lambda size: torch.ones(size, 4, 8), loss=lambda y, batch: y[0].mean())
+
+    assert all(not cut.rows for layer_class in trace(loaded).classes for cut in layer_class.cuts)

@@ -266,9 +266,9 @@ class LayerRun:
         self._find_experts(forward)
         self.calls.left_out, self.calls.returned, self.calls.arrived = elsewhere, returned, set(self._arrived_as)
         seen.calls, seen.peak_of = self.calls, self._peak_of
+        seen.arrived = {number: self._leaves[made].requires_grad for number, made in self._arrived_as.items()}
         for tensor in self._leaves.values():
             seen.inputs += self.storages.size(tensor)
-            seen.arrived[self.storages.number(tensor)] = tensor.requires_grad
         width = self.fake.dtype.itemsize
         end = len(self.storages.log)
         spans = ((0, forward_end, set[int]()), (forward_end, end, self._gradients))

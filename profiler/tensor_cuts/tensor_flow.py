@@ -261,13 +261,14 @@ class _Read:
     start: int
     end: int
     block: int
+    count: int
 
     @classmethod
     def of(cls, view: View, width: int) -> "_Read":
         start = view.offset % width
         sizes = [(s, n) for s, n in zip(view.strides, view.shape, strict=True) if 0 < s < width and n > 1]
         stride, count = max(sizes, default=(1, 1))
-        return cls(start, start + sum(s * (n - 1) for s, n in sizes) + 1, stride * count)
+        return cls(start, start + sum(s * (n - 1) for s, n in sizes) + 1, stride * count, count)
 
 
 def channels_of(flow: Flow, column: str) -> tuple[int, ...] | str:
@@ -318,14 +319,23 @@ def _goes_on(op: Op, alike: Collection[int], size: int) -> bool:
 
 def heads_in(flow: Flow, between: set[int]) -> int | None:
     """Heads of the attention that makes one of these storages; None if none does."""
-    return next(
-        (
-            op.inputs[0].shape[-3]
-            for op in flow.ops
-            if (op.kind == "attention" or _is_softmax(op)) and made_by(op) & between and len(op.inputs[0].shape) == 4
-        ),
-        None,
-    )
+    scores = [
+        op.inputs[0].shape for op in flow.ops if (op.kind == "attention" or _is_softmax(op)) and made_by(op) & between
+    ]
+    if heads := next((shape[-3] for shape in scores if len(shape) == 4), None):
+        return heads
+    batched = next((shape[0] for shape in scores if len(shape) == 3), 1)  # samples times heads, as bmm takes them
+    units = (n for tap in flow.taps.values() if is_product(tap.module) for n in _units_read(flow, tap, between))
+    return max((n for n in units if n > 1 and batched % n == 0), default=None)
+
+
+def _units_read(flow: Flow, tap: Tap, between: set[int]) -> set[int]:
+    """As how many units, which are no single features, the output of a linear is read."""
+    width = features(tap.module)[1]
+    if tap.output.storage not in between:
+        return set()
+    reads = {_Read.of(view, width) for view in _readers(flow.ops, tap.output) if math.prod(view.shape)}
+    return {read.count for read in reads if read.block > read.count}
 
 
 def kind_and_units(
