@@ -30,7 +30,7 @@ from meshwright.planner.plan.legality import legal_cuts, micro_batch_rule, shard
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
-from meshwright.profiler.model.building import in_training, on_meta
+from meshwright.profiler.model.building import in_evaluation, in_training, on_meta
 from meshwright.profiler.model.forward_state import TensorsRead, places_of, put_back, taken
 from meshwright.profiler.model.trace import trace
 from support.habits import GLOBAL_BATCH, WIDTH, habit, pairs, planned, run, squared
@@ -54,6 +54,27 @@ class Towers(nn.Module):
 
 def _own_pairs(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return functional.cross_entropy(output, torch.arange(len(output)))
+
+
+class Merging(nn.Linear):
+    """An adapter that is added to its weight for evaluation and taken out again for training (as in loralib)."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.weight.requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(4, WIDTH) * 0.1), nn.Parameter(torch.randn(WIDTH, 4) * 0.1)
+        self.merged = False
+
+    def train(self, mode: bool = True) -> "Merging":
+        super().train(mode)
+        if self.merged == mode:
+            self.weight.data += (self.up @ self.down) * (-1 if mode else 1)
+            self.merged = not mode
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = functional.linear(x, self.weight, self.bias)
+        return out if self.merged else out + x @ self.down.T @ self.up.T
 
 
 class Averaging(nn.Module):
@@ -557,6 +578,7 @@ HABITS: dict[str, Any] = {
     "hooked": habit(Hooked),
     "scaling": habit(Scaling),
     "named": habit(Named),
+    "merging": habit(lambda: nn.Sequential(Merging(), nn.ReLU(), Merging())),
     "averaging": habit(Averaging),
     "remembering": habit(Remembering),
     "writes across": habit(WritesAcross),
@@ -584,7 +606,7 @@ HABITS: dict[str, Any] = {
 
 FIRST = {
     **dict.fromkeys(("crops", "reads without gradient"), 0),
-    **dict.fromkeys(("writes across", "backbone"), 1),
+    **dict.fromkeys(("writes across", "backbone", "merging"), 1),
 }
 """Model -> which of its plans is tested by default; the others with the slow ones."""
 
@@ -993,6 +1015,18 @@ def test_a_train_of_its_own_is_called_and_what_is_frozen_stays_so() -> None:
 
     assert [m.training for m in model[0].children()] == [False, True, False]  # type: ignore[operator, union-attr]
     assert in_training(nn.Linear(1, 1).eval()).training
+
+
+def test_what_is_merged_for_an_evaluation_is_trained_apart_after_it() -> None:
+    model = nn.Sequential(Merging(), Merging().eval())
+    was = [part.weight.clone() for part in model.children()]  # type: ignore[operator, union-attr]
+
+    with in_evaluation(model):
+        pass
+
+    assert [part.merged for part in model.children()] == [False, True]
+    assert [part.training for part in model.children()] == [True, False]
+    assert all(torch.allclose(p.weight, w, atol=1e-6) for p, w in zip(model.children(), was, strict=True))  # type: ignore[arg-type]
 
 
 def test_a_loss_that_adds_up_its_samples_is_told_from_one_that_couples_them() -> None:

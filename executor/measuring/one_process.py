@@ -133,7 +133,7 @@ def one_process(
             for optimizer in optimizers:
                 optimizer.step()
             _hand_on(replicas)
-        found = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+        found = {n: p.detach().clone() for n, p in model.named_parameters(remove_duplicate=False)}  # as trained
         drew = draws.drew or (together is not None and together.drew)
         shares = [_micro_batches(share, plan) for share in shares_of(last, plan)]
         return RunResult(

@@ -1,11 +1,13 @@
 """Which parameters, modules and crossing tensors belong to which stage, and a model without those of other stages."""
 
 from collections import Counter
+from types import MethodType
 
 import torch
 from torch import nn
 
 from ...planner.plan.document import Plan
+from ...profiler.model.building import has_own_train
 from ...profiler.model.held_tensors import HeldTensors
 from ...profiler.model.model_profile import CrossingTensor
 
@@ -102,6 +104,8 @@ def strip(model: nn.Module, own: set[str], foreign: tuple[str, ...]) -> Placehol
                 placeholders.put(module, name, parameter)
         if module not in elsewhere:
             continue
+        if has_own_train(module):  # which may write into parameters that are not here
+            module.__dict__["train"] = MethodType(nn.Module.train, module)
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and id(buffer) not in shared:
                 placeholders.put(module, name, buffer)

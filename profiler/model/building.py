@@ -40,20 +40,19 @@ def in_training(module: nn.Module) -> nn.Module:
     """
     if not module.training:
         return module.train()
-    frozen = [part for part in module.modules() if not part.training]
-    for part in list(module.modules()):
-        if part.training and ("train" in vars(part) or type(part).train is not nn.Module.train):
-            part.train(True)
-    for part in frozen:
-        part.training = False
+    modes = [(part, part.training) for part in module.modules()]
+    _train_own(modes)
+    for part, training in modes:
+        part.training &= training
     return module
 
 
 @contextmanager
 def in_evaluation(module: nn.Module) -> Iterator[None]:
-    """While it lasts the module is in evaluation mode; then modes are as they were. Torch's fast path of
-    nn.TransformerEncoder is off: it hands nested tensors from layer to layer, which nothing sends, and reads weights
-    past the layers that gather them."""
+    """While it lasts the module is in evaluation mode; then modes are as they were, and what a train() of its own does
+    (takes adapters out of the weights that it has merged them into) is done. Torch's fast path of nn.TransformerEncoder
+    is off: it hands nested tensors from layer to layer, which nothing sends, and reads weights past the layers that
+    gather them."""
     modes = [(part, part.training) for part in module.modules()]
     was_fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -62,8 +61,21 @@ def in_evaluation(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(was_fast)
+        _train_own(modes)
         for part, training in modes:
             part.training = training
+
+
+def _train_own(modes: list[tuple[nn.Module, bool]]) -> None:
+    """Call the train() of those parts in training that have one of their own."""
+    for part, training in modes:
+        if training and has_own_train(part):
+            part.train(True)
+
+
+def has_own_train(part: nn.Module) -> bool:
+    """Whether a train() is not torch's."""
+    return "train" in vars(part) or type(part).train is not nn.Module.train
 
 
 def _asks_for_numbers(error: BaseException) -> bool:
