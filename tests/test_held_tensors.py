@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.abuse import outcomes
 from benchmarks.abuse.generate import Tree, loaded
@@ -189,6 +189,36 @@ class RepeatsInside(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+class KeepsProducts(nn.Module):
+    """A layer whose backward runs it again, but for its product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        products = [torch.ops.aten.addmm.default]
+        kept: torch.Tensor = checkpoint(
+            lambda x: self.inner(x).tanh(),
+            x,
+            use_reentrant=False,
+            context_fn=partial(create_selective_checkpoint_contexts, products),
+        )
+        return kept
+
+
+def test_a_model_with_selective_checkpoints_is_under_no_zero_bubble_schedule() -> None:
+    profile = trace(
+        load_model(
+            lambda: nn.Sequential(nn.Linear(8, 8), KeepsProducts(), nn.Linear(8, 8)),
+            batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
+            loss=lambda output, batch: (output - batch[1]).square().mean(),
+        )
+    )
+
+    assert "selective checkpoints" in str(zero_bubble_rule(profile, TrainingSpec(global_batch=8, precision="fp32")))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -322,6 +322,11 @@ def zero_bubble_rule(profile: ModelProfile, training: TrainingSpec) -> str | Non
             "zero-bubble schedules do a backward in two parts, which torch's reentrant checkpoints, that the model "
             "calls, refuse (checkpoint(..., use_reentrant=False) does not)"
         )
+    if profile.repeats_selectively:
+        return (
+            "zero-bubble schedules do a backward in two parts, and what torch's selective checkpoints, that the model "
+            "calls, have kept can be taken once (checkpoint without context_fn goes)"
+        )
     if training.is_mixed and shares_weights(profile):
         return "zero-bubble schedules run layers that share weights in fp32 only"
     return None

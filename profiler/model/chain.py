@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import stateless
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, _CachedTorchDispatchMode
 
 from ..semantics.draws import dice
 from ..semantics.producers import Producers, is_wrapped
@@ -99,6 +99,8 @@ class LayerChain:
     """Whether layers put hooks on gradients that they compute."""
     repeats_reentrantly: bool = False
     """Whether the model repeats forwards by reentrant checkpoints."""
+    repeats_selectively: bool = False
+    """Whether it repeats some by selective checkpoints."""
     written: frozenset[str] = frozenset()
     """Parameters that the forward writes into, through .data too."""
     read_again: tuple[str, ...] = ()
@@ -186,7 +188,8 @@ def _observe(
                 watch.storages.number(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)
             }
             repeats = patch.object(CheckpointFunction, "apply", _noting_reentrant(watch))
-            with watch, watch.producers, grads, swaps, repeats, _noting_hooks(watch), watch.noting_repeated():
+            keeps = patch.object(_CachedTorchDispatchMode, "__init__", _noting_selective(watch))
+            with watch, watch.producers, grads, swaps, repeats, keeps, _noting_hooks(watch), watch.noting_repeated():
                 loss = fake.loss(batch, before_loss=watch.start_loss, note_left=True)
                 _check_loss(fake, watch)
             own = _trained_by_loss(fake, watch, batch, loss) if fake.loaded.loss is not None else ()
@@ -295,6 +298,17 @@ def _noting_reentrant(watch: ChainWatch) -> Callable[..., Any]:
     def noted(*args: Any) -> Any:
         watch.inputs.reentrant = True
         return super(CheckpointFunction, CheckpointFunction).apply(*args)
+
+    return noted
+
+
+def _noting_selective(watch: ChainWatch) -> Callable[..., None]:
+    """What begins a selective checkpoint's repetition, noted as an act of the model."""
+    begin = _CachedTorchDispatchMode.__init__
+
+    def noted(*args: Any, **kwargs: Any) -> None:
+        watch.inputs.selective = True
+        begin(*args, **kwargs)
 
     return noted
 
@@ -463,6 +477,7 @@ def _build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain
     chain = LayerChain(units, layers, crossings, graph, (), watch.shapes, tuple(notes), problem)
     chain = replace(chain, hooks_gradients=watch.inputs.hooks_inside, read_again=tuple(watch.inputs.read_again))
     chain = replace(chain, written=frozenset(watch.written()), repeats_reentrantly=watch.inputs.reentrant)
+    chain = replace(chain, repeats_selectively=watch.inputs.selective)
     parameters = dict(root.named_parameters(remove_duplicate=False))
     signatures = tuple(_signature(root, parameters, events, chain, index) for index in range(len(layers)))
     return replace(chain, signatures=signatures)

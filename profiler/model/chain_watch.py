@@ -154,6 +154,8 @@ class Inputs:
         """(first, last) event of each forward that the model has its backward repeat."""
         self.reentrant = False
         """Whether it has its backward repeat one by a reentrant checkpoint."""
+        self.selective = False
+        """Whether it has its backward repeat one but for operators of its choice."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:

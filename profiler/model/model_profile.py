@@ -419,6 +419,10 @@ class ModelProfile(Document):
     repeats_reentrantly: bool = Field(
         default=False, description="it repeats forwards by reentrant checkpoints, whose backward is done in one part"
     )
+    repeats_selectively: bool = Field(
+        default=False,
+        description="it repeats forwards by selective checkpoints, of which a backward takes what they kept",
+    )
     batch_problem: str = Field(
         default="", description="why a batch cannot be cut into micro-batches: what in it counts rows of all samples"
     )
@@ -580,6 +584,7 @@ def fingerprint_of(profile: ModelProfile) -> str:
         "sharding_problem",
         "hooks_gradients",
         "repeats_reentrantly",
+        "repeats_selectively",
         "assumes",
         "untrained",
         "told",

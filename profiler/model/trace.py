@@ -285,6 +285,7 @@ def _profile_at(
         sharding_problem=chain.sharding_problem,
         hooks_gradients=chain.hooks_gradients,
         repeats_reentrantly=chain.repeats_reentrantly,
+        repeats_selectively=chain.repeats_selectively,
         untrained=_untrained(fake),
         returns_loss=loaded.loss is None,
         attention_modules=_attention_modules(chain, found),
