@@ -1286,6 +1286,46 @@ def test_a_refusal_names_the_rule_of_the_pin(pins: Pins, words: str) -> None:
     assert re.search(words, found.rule)
 
 
+class ReadsBeside(nn.Module):
+    """A pair of linear layers, of which one's weight is read beside it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(_linear(), nn.ReLU(), _linear()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) + 0.1 * layer[2].bias  # type: ignore[index]
+        return x
+
+
+def test_a_refusal_of_shards_says_that_the_pin_needs_them() -> None:
+    profile, cluster = trace(habit(ReadsBeside)), cluster_of(load_device("cpu"), 4)
+    training = TrainingSpec(global_batch=GLOBAL_BATCH, precision="fp32")
+
+    by_tensor, by_shards = (blamed(profile, cluster, training, pins) for pins in (Pins(tensor=2), Pins(data_shard=4)))
+
+    assert by_tensor is not None
+    assert by_shards is not None
+    assert by_tensor.rule == f"{by_shards.rule}; tensor=2 is run with fully_shard, too"
+
+
+def test_what_does_not_run_in_bf16_is_not_laid_to_the_batch() -> None:
+    class Turning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = _linear()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            turned = torch.view_as_complex(self.first(x).unflatten(-1, (-1, 2))) * 1j
+            return torch.view_as_real(turned).flatten(-2)
+
+    (note,) = [note for note in trace(habit(Turning)).notes if "bfloat16" in note]
+
+    assert note.startswith("profiled in float32, because it does not run in bfloat16")
+    assert "batch function" not in note
+
+
 def test_layouts_that_are_looked_at_twice_count_once() -> None:
     certificate = planned(HABITS["bags"], ranks=4, pipeline=2).certificate
 

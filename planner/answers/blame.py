@@ -106,7 +106,7 @@ def _of_a_framework(left: Pins) -> str | None:
 def _of_a_pin(profile: ModelProfile, training: TrainingSpec, left: Pins, num_devices: int) -> str | None:
     """The rule that excludes what one of the pins says, whatever the others do; more shapes may break other rules."""
     if left.expert not in (None, 1):  # where no ranks may be shards there is no shape that could be rejected for it
-        by_experts = expert_rule(profile, left.expert) or sharding_rule(profile, training.precision)
+        by_experts = expert_rule(profile, left.expert) or _with_shards(profile, training, left, "expert")
         if by_experts is not None:
             return by_experts
     if left.tensor is not None and num_devices % left.tensor:
@@ -135,9 +135,18 @@ def _of_a_pin(profile: ModelProfile, training: TrainingSpec, left: Pins, num_dev
         by_tensor = tensor_rule(profile, left.tensor) or fp8_rule(profile, training, left.tensor)
         if by_tensor is not None:
             return by_tensor
-    needs = [left.data_shard, left.tensor, left.context, *([left.pipeline] if training.is_mixed else [])]
-    shards = any(pin not in (None, 1) for pin in needs)
-    return sharding_rule(profile, training.precision) if shards else None
+    if left.data_shard not in (None, 1):
+        return sharding_rule(profile, training.precision)
+    others = ("tensor", "context", *(["pipeline"] if training.is_mixed else []))
+    return next(
+        (_with_shards(profile, training, left, name) for name in others if getattr(left, name) not in (None, 1)), None
+    )
+
+
+def _with_shards(profile: ModelProfile, training: TrainingSpec, left: Pins, name: str) -> str | None:
+    """The rule that excludes fully_shard, which a pin asks for without its name, or None."""
+    rule = sharding_rule(profile, training.precision)
+    return None if rule is None else f"{rule}; {name}={getattr(left, name)} is run with fully_shard, too"
 
 
 def _numbers_rule(pins: Pins, cluster: ClusterSpec, training: TrainingSpec) -> str | None:

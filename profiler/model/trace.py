@@ -119,7 +119,8 @@ def _on_fake_tensors(
             fake_model(loaded, torch.bfloat16, knows_layout), notes, lengths, progress, most, cuts, other_lengths
         )
     except ValueError as error:
-        note = f"profiled in float32, because it does not run in bfloat16: {error}"
+        why = str(error).removesuffix(f" {loaded.if_not_run}")  # in float32 it may run as it is
+        note = f"profiled in float32, because it does not run in bfloat16: {why}"
         try:
             fake = fake_model(loaded, torch.float32, knows_layout)
             return _profile(fake, (*notes, note), lengths, progress, most, cuts, other_lengths)
