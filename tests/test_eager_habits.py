@@ -793,6 +793,44 @@ def test_numpy_arrays_in_a_batch_are_told_as_such() -> None:
         split_micro_batches(batch(4), 2, 4)
 
 
+@pytest.mark.filterwarnings("ignore:.*(nested|Sparse)")
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (torch.Tensor.to_sparse, r"a sparse tensor at \[0\], which .*to_dense"),
+        (torch.Tensor.to_sparse_csr, r"a sparse tensor at \[0\], which .*to_dense"),
+        (
+            lambda x: torch.nested.as_nested_tensor(list(x), layout=torch.jagged),
+            r"a nested tensor at \[0\], which .* mask",
+        ),
+    ],
+)
+def test_tensors_that_are_cut_by_no_dim_are_told_as_such(
+    make: Callable[[torch.Tensor], torch.Tensor], words: str
+) -> None:
+    with pytest.raises(ValueError, match=f"gives {words}"):
+        trace(habit(_linear, batch=lambda size: (make(torch.randn(size, WIDTH)),)))
+
+    with pytest.raises(ValueError, match=f"the batch holds {words}"):
+        split_micro_batches((make(torch.randn(4, WIDTH)),), 2, 4)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_of_a_forward_are_told_as_such(layout: torch.layout) -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.only = _linear()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = torch.nested.as_nested_tensor(list(x), layout=layout)
+            return torch.nested.to_padded_tensor(self.only(rows), 0.0)
+
+    with pytest.raises(ValueError, match=r"makes nested tensors .*: pad the rows"):
+        trace(habit(Rows))
+
+
 class Entries(dict):  # type: ignore[type-arg]
     """A dict of a class of its own, which torch does not look into."""
 

@@ -196,6 +196,11 @@ class FakeModel:
                     f"{self.loaded.source} uses flex_attention ({place_of(error)}), whose backward torch has on GPUs "
                     "alone, and profiles are made without one: use scaled_dot_product_attention, with a mask"
                 ) from error
+            if "shape_env must not be None" in str(error) or "aten._nested_" in str(error):
+                raise ValueError(
+                    f"{self.loaded.source} makes nested tensors ({place_of(error)}), whose ragged dim has no size that "
+                    "a profile could tell: pad the rows and mask them, or keep them in one tensor with their bounds"
+                ) from error
             if "cuda" in str(error).lower() and not isinstance(error, NotImplementedError):  # which lists all devices
                 raise ValueError(
                     f"{self.loaded.source} moves tensors to a GPU itself ({place_of(error)}), which is for the trainer "

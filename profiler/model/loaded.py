@@ -219,6 +219,7 @@ def _bound_batch(make_batch: MakeBatch, seq_len: int | None, source: str) -> Cal
 def unfit_in(batch: Any) -> str:
     """What is said of the first thing in a batch whose numbers would be cut into no micro-batches, and what to do; ''
     if there is none."""
+    import torch
     from torch.nn.utils.rnn import PackedSequence
     from torch.utils._pytree import keystr, tree_flatten_with_path
 
@@ -229,6 +230,11 @@ def unfit_in(batch: Any) -> str:
                 f"a numpy array of {list(leaf.shape)} at {at}, which is cut into no micro-batches and moved to no "
                 "device; make it a tensor: torch.from_numpy(array)"
             )
+        if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
+            kind, way_out = "sparse", "hand over its dense form (to_dense()), or its indices and values"
+            if leaf.is_nested:
+                kind, way_out = "nested", "pad its rows (to_padded_tensor) and hand over a mask beside them"
+            return f"a {kind} tensor at {at}, which is cut into no micro-batches; {way_out}"
         if _holds_tensors(leaf):
             way_out = "a dict: dict(batch)" if isinstance(leaf, Mapping) else "a tuple or a dict of tensors"
             return (
