@@ -1055,6 +1055,14 @@ def test_a_train_of_its_own_is_called_and_what_is_frozen_stays_so() -> None:
     assert in_training(nn.Linear(1, 1).eval()).training
 
 
+def test_what_torch_export_makes_is_refused_in_words() -> None:
+    def exported() -> nn.Module:
+        return torch.export.export(_linear(), (torch.randn(2, WIDTH),)).module()
+
+    with pytest.raises(ValueError, match=r"is in one mode for good .* the module that it was made of"):
+        in_training(exported())
+
+
 def test_what_is_merged_for_an_evaluation_is_trained_apart_after_it() -> None:
     model = nn.Sequential(Merging(), Merging().eval())
     was = [part.weight.clone() for part in model.children()]  # type: ignore[operator, union-attr]

@@ -36,7 +36,8 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 def in_training(module: nn.Module) -> nn.Module:
     """The module in the mode in which it is trained: as its constructor leaves it, so that what is frozen by .eval()
     inside of it stays so, but for what a train() of its own does (keep batch norms frozen), which every training loop
-    calls; all of it in training mode where it is handed over in evaluation mode, as by from_pretrained.
+    calls; all of it in training mode where it is handed over in evaluation mode, as by from_pretrained. Raises
+    ValueError for what has no modes.
     """
     if not module.training:
         return module.train()
@@ -67,10 +68,16 @@ def in_evaluation(module: nn.Module) -> Iterator[None]:
 
 
 def _train_own(modes: list[tuple[nn.Module, bool]]) -> None:
-    """Call the train() of those parts in training that have one of their own."""
+    """Call the train() of those parts in training that have one of their own. Raises ValueError where that refuses."""
     for part, training in modes:
         if training and has_own_train(part):
-            part.train(True)
+            try:
+                part.train(True)
+            except NotImplementedError as error:
+                raise ValueError(
+                    f"{type(part).__name__} is in one mode for good ({error}), as what torch.export makes; hand over "
+                    "the module that it was made of"
+                ) from error
 
 
 def has_own_train(part: nn.Module) -> bool:
