@@ -346,15 +346,22 @@ class LeanPipelineStage(PipelineStage):
                 super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         else:
             _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
-            told = self._told(_without_overlap(groups or []), last_backward)
-            # torch asks for a list, and goes through it once
-            stage_backward_weight(self.submod.parameters(), cast(Any, told), retain_graph=True)
+            groups = _without_overlap(groups or [])
+            besides = _besides(groups) if self.device.type == "cpu" else [set[Any]() for _ in groups]
+            told = self._told(groups, besides, last_backward)
+            weights = *self.submod.parameters(), *(_Besides(node) for nodes in besides for node in nodes)
+            # torch asks for a list of groups, and goes through it once
+            stage_backward_weight(cast(Any, iter(weights)), cast(Any, told), retain_graph=True)
         self._after_weights(last_backward)
 
-    def _told(self, groups: list[dict[str, Any]], last_backward: bool) -> Iterator[dict[str, Any]]:
-        """The groups, one after another, each of which is done when the next one is asked for."""
-        for group in groups:
+    def _told(
+        self, groups: list[dict[str, Any]], besides: list[set[Any]], last_backward: bool
+    ) -> Iterator[dict[str, Any]]:
+        """The groups, one after another, each of which is done when the next one is asked for. besides: what torch is
+        to ask for with the parameters of each."""
+        for group, nodes in zip(groups, besides, strict=True):
             parameters = [node.variable for node in group["params"]]
+            group["params"] |= nodes
             yield group
             self._after_some_weights(parameters, last_backward)
 
@@ -550,6 +557,31 @@ def _without_overlap(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 parameters, grads = parameters | others, grads | their_grads
             joined = [*apart, (parameters, grads)]
     return [{"params": p, "intermediates": list(grads), "grads": list(grads.values())} for p, grads in joined]
+
+
+class _Besides:
+    """What a node of autograd's graph makes a gradient of, as torch asks for parameters."""
+
+    requires_grad, grad = True, None
+
+    def __init__(self, node: Any) -> None:
+        self.grad_fn = node
+
+
+def _besides(groups: list[dict[str, Any]]) -> list[set[Any]]:
+    """[group] -> the nodes that make what group norms are given, but parameters: on CPUs torch's group norm over
+    channels that lie last in memory ends the process when it is asked for the gradients of its weights alone (seen in
+    2.13)."""
+    parameters = set[Any]().union(*(group["params"] for group in groups))
+
+    def given(group: dict[str, Any]) -> Iterator[Any]:
+        for norm in group["intermediates"]:
+            if norm.name() == "NativeGroupNormBackward0":
+                node, number = norm.next_functions[0]
+                if node is not None and number == 0:
+                    yield node
+
+    return [set(given(group)) - parameters for group in groups]
 
 
 def _node(tensor: torch.Tensor) -> Any:

@@ -86,6 +86,17 @@ class InPlace(nn.Module):
         return self.third(self.second(x))
 
 
+class ChannelsLast(nn.Module):
+    """A group norm over what a linear layer has made, whose channels lie last in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.GroupNorm(2, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x).permute(0, 3, 1, 2))
+
+
 @cache
 def load(name: str) -> LoadedModel:
     """A tiny model of the zoo, of Hugging Face, or of this file."""
@@ -96,6 +107,12 @@ def load(name: str) -> LoadedModel:
             Beside() if name == "beside" else InPlace(writes=name == "in-place"),
             batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
             loss=lambda output, batch: nn.functional.mse_loss(output, batch[1]),
+        )
+    if name == "channels last":
+        return load_model(
+            lambda: nn.Sequential(nn.Linear(4, 8), ChannelsLast()),
+            batch=lambda size: (torch.randn(size, 3, 2, 4),),
+            loss=lambda output, batch: output.pow(3).mean(),
         )
     if name in SMALL_CONFIGS:
         with TemporaryDirectory() as folder:
@@ -281,6 +298,10 @@ class _HandsOn(nn.Module):
 @pytest.mark.slow
 def test_zero_bubbles_find_parameters_that_no_input_leads_to() -> None:
     check_equal_to_one_process(load("beside"), plan_with("beside", [1, 1], "zb-h1", 3))
+
+
+def test_zero_bubbles_take_group_norms_over_channels_that_lie_last() -> None:
+    check_equal_to_one_process(load("channels last"), plan_with("channels last", [1], "zb-h1", 3))
 
 
 def test_torchs_own_split_of_the_backward_gives_wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,8 +214,10 @@ def _collect(receivers: list[Connection], processes: list[Any], end: float, time
 def _ending(exit_code: int) -> str:
     if exit_code == -signal.SIGKILL:
         return "it was killed, most likely because the machine's memory was used up"
+    if exit_code == -signal.SIGABRT:
+        return "it died of signal SIGABRT (gloo aborts when ranks send unequal sizes)"
     if exit_code < 0:
-        return f"it died of signal {signal.Signals(-exit_code).name} (gloo aborts when ranks send unequal sizes)"
+        return f"it died of signal {signal.Signals(-exit_code).name}; with PYTHONFAULTHANDLER=1 Python says where"
     return f"it ended with exit code {exit_code} without a word"
 
 
