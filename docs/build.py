@@ -131,13 +131,7 @@ def _cli() -> str:
 
 def _default(parameter: Any) -> str:
     value = parameter.default
-    if (
-        value is None
-        or value is False
-        or value == ()
-        or parameter.required
-        or not getattr(parameter, "show_default", 1)
-    ):
+    if value is None or value is False or value == () or parameter.required:
         return ""
     return f"`{getattr(value, 'value', value)}`"
 

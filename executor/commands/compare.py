@@ -48,8 +48,7 @@ def _compare_command(
         bool, typer.Option("--measure", help="also run each for a few steps on the devices here")
     ] = False,
     steps: Annotated[
-        int | None,
-        options.number_option("--steps", help="with --measure: steps of each run (default: 5)"),
+        int | None, options.number_option("--steps", help="with --measure: steps of each run (default: 5)")
     ] = None,
     repetitions: Annotated[
         int | None,
@@ -64,7 +63,6 @@ def _compare_command(
             "-o",
             metavar="FILE",
             help="a picture of it: .html or .png; or the plan of the one --setup: .json",
-            show_default=False,
         ),
     ] = None,
     as_json: options.Json = False,

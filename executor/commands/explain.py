@@ -22,7 +22,7 @@ explain_app = options.new_app()
 def _explain_command(
     source: Annotated[
         str,
-        typer.Argument(metavar="PLAN|MODEL", help="a plan.json, or a model that is planned first", show_default=False),
+        typer.Argument(metavar="PLAN|MODEL", help="a plan.json, or a model that is planned first"),
     ],
     why_not: Annotated[
         list[str] | None,
@@ -30,7 +30,6 @@ def _explain_command(
             "--why-not",
             metavar="LAYOUT",
             help='a layout as in compare --setup: "tp=8", fsdp, "pp=4 zero=1", megatron, other.json; repeatable',
-            show_default=False,
         ),
     ] = None,
     model: options.ModelOfPlan = None,

@@ -37,10 +37,10 @@ export_app, check_app = (options.new_app() for _ in range(2))
 @export_app.command()
 def _export_command(
     plan: options.PlanFile,
-    to: Annotated[str, typer.Option("--to", metavar="TARGET", help=", ".join(TARGETS), show_default=False)],
+    to: Annotated[str, typer.Option("--to", metavar="TARGET", help=", ".join(TARGETS))],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="where it goes (default: printed)", show_default=False),
+        typer.Option("--output", "-o", metavar="FILE", help="where it goes (default: printed)"),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -68,10 +68,7 @@ def _check_command(
     megatron: Annotated[
         str | None,
         typer.Option(
-            "--megatron-args",
-            metavar="ARGS",
-            help="Megatron-LM arguments, or a file: the script that launches it, too",
-            show_default=False,
+            "--megatron-args", metavar="ARGS", help="Megatron-LM arguments, or a file: the script that launches it, too"
         ),
     ] = None,
     torchtitan: Annotated[
@@ -80,25 +77,22 @@ def _check_command(
             "--torchtitan-args",
             metavar="ARGS",
             help="torchtitan flags, or a file: its launch script, a TOML, or config_registry.py:function",
-            show_default=False,
         ),
     ] = None,
     accelerate: Annotated[
         Path | None,
-        typer.Option("--accelerate", metavar="FILE", help="an Accelerate configuration (YAML)", show_default=False),
+        typer.Option("--accelerate", metavar="FILE", help="an Accelerate configuration (YAML)"),
     ] = None,
     deepspeed: Annotated[
         Path | None,
-        typer.Option("--deepspeed", metavar="FILE", help="a DeepSpeed configuration (JSON)", show_default=False),
+        typer.Option("--deepspeed", metavar="FILE", help="a DeepSpeed configuration (JSON)"),
     ] = None,
     *,
     machine: options.MachineOptions,
     global_batch: options.GlobalBatch = None,
     nemo: Annotated[
         Path | None,
-        typer.Option(
-            "--nemo", metavar="FILE", help="a recipe of NeMo or Megatron-Bridge (Python or YAML)", show_default=False
-        ),
+        typer.Option("--nemo", metavar="FILE", help="a recipe of NeMo or Megatron-Bridge (Python or YAML)"),
     ] = None,
     seq_len: options.SeqLen = None,
     micro_batch: options.MicroBatch = None,
@@ -113,13 +107,11 @@ def _check_command(
     memory_risk: options.Risk = None,
     software: Annotated[
         str | None,
-        typer.Option(
-            "--software", metavar="NAME", help="training stack to predict (default: the target's)", show_default=False
-        ),
+        typer.Option("--software", metavar="NAME", help="training stack to predict (default: the target's)"),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="the set-up as a plan.json", show_default=False),
+        typer.Option("--output", "-o", metavar="FILE", help="the set-up as a plan.json"),
     ] = None,
     time_limit: options.TimeLimit = 60.0,
     as_json: options.Json = False,

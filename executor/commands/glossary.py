@@ -16,9 +16,7 @@ glossary_app = options.new_app()
 
 @glossary_app.command()
 def _glossary_command(
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[WORD]...", help="only these, as in ZB-V MFU", show_default=False)
-    ] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="[WORD]...", help="only these, as in ZB-V MFU")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Say what the words of plans and reports mean: FSDP, ZB-V, gathered, transient, MFU and others."""

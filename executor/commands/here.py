@@ -21,7 +21,7 @@ calibrate_app, verify_app = (options.new_app() for _ in range(2))
 def _calibrate_command(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="a model whose layers are timed, too, as a check", show_default=False),
+        typer.Argument(metavar="[MODEL]", help="a model whose layers are timed, too, as a check"),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="where the device goes")] = Path(
         "device.toml"
@@ -29,7 +29,7 @@ def _calibrate_command(
     device_kind: Annotated[str, typer.Option("--device-kind", metavar="KIND", help="auto, cpu or cuda")] = "auto",
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", metavar="N", help="measured at once (default: all GPUs, or cores)", show_default=False),
+        typer.Option("--ranks", metavar="N", help="measured at once (default: all GPUs, or cores)"),
     ] = None,
     dtype: Annotated[
         list[str] | None,
@@ -45,7 +45,6 @@ def _calibrate_command(
             "--from",
             metavar="FILE",
             help='fit the device of plans to measured steps: lines like {"plan": "plan.json", "step_time_s": 1.23}',
-            show_default=False,
         ),
     ] = None,
     as_json: options.Json = False,

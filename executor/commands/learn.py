@@ -19,7 +19,7 @@ learn_app = options.new_app()
 def _learn_command(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="files of parallelize(..., telemetry=FILE)", show_default=False),
+        typer.Argument(metavar="RUN...", help="files of parallelize(..., telemetry=FILE)"),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="where the device goes")] = Path(
         "device.toml"

@@ -111,7 +111,7 @@ TIME_LIMIT = NumberFlag("--time-limit", 0.1, "60")
 def _model_flag(takes: str = "model or profile.json", adds: str = "") -> Any:
     """--model of a command whose plan names its model."""
     words = f"{takes}, if it is not where the plan says{adds}"
-    return typer.Option("--model", metavar="MODEL", help=words, show_default=False)
+    return typer.Option("--model", metavar="MODEL", help=words)
 
 
 Model = Annotated[
@@ -119,7 +119,6 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="model.py, file.py:function, a Hugging Face config.json, its folder or cached id, or a profile.json",
-        show_default=False,
     ),
 ]
 Lora = Annotated[
@@ -129,40 +128,31 @@ Lora = Annotated[
         metavar="CHOICES",
         help="fine-tune with PEFT's adapters, all else frozen: r=16[,alpha=32][,dropout=0.05]"
         "[,targets=q_proj+v_proj | targets=all-linear][,base=bf16 | base=nf4]",
-        show_default=False,
     ),
 ]
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan.json", show_default=False)]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan.json")]
 ModelOfPlan = Annotated[str | None, _model_flag()]
 ModelToRun = Annotated[str | None, _model_flag("the model")]
 ModelForTables = Annotated[str | None, _model_flag(adds="; adds itemised memory and the step's parts")]
 PlanOutput = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="where the plan goes")]
 Gpus = Annotated[
     str | None,
-    typer.Option("--gpus", "-g", metavar="N", help="number of GPUs (default: those that are here)", show_default=False),
+    typer.Option("--gpus", "-g", metavar="N", help="number of GPUs (default: those that are here)"),
 ]
 Device = Annotated[
     str | None,
-    typer.Option("--device", metavar="NAME", help="a preset (`plan devices`) or a device TOML", show_default=False),
+    typer.Option("--device", metavar="NAME", help="a preset (`plan devices`) or a device TOML"),
 ]
-PerNode = Annotated[
-    int | None,
-    number_option("--gpus-per-node", help="GPUs of one host"),
-]
+PerNode = Annotated[int | None, number_option("--gpus-per-node", help="GPUs of one host")]
 ClusterFile = Annotated[
     Path | None,
-    typer.Option("--cluster", metavar="FILE", help="TOML with hosts, links and devices", show_default=False),
+    typer.Option("--cluster", metavar="FILE", help="TOML with hosts, links and devices"),
 ]
 InstanceFlag = Annotated[
     str | None,
-    typer.Option(
-        "--instance", metavar="TYPE", help="a cloud's instance type (`plan devices --cloud`)", show_default=False
-    ),
+    typer.Option("--instance", metavar="TYPE", help="a cloud's instance type (`plan devices --cloud`)"),
 ]
-Nodes = Annotated[
-    int | None,
-    number_option("--nodes", help="instances (default: 1)"),
-]
+Nodes = Annotated[int | None, number_option("--nodes", help="instances (default: 1)")]
 Price = Annotated[
     float | None,
     typer.Option(
@@ -170,17 +160,12 @@ Price = Annotated[
         metavar="USD",
         parser=PRICE.read,
         help="of one GPU (default: the device file's, if it has one)",
-        show_default=False,
     ),
 ]
 GlobalBatch = Annotated[
-    int | None,
-    number_option("--global-batch", "-b", help="samples per optimizer step, over all GPUs"),
+    int | None, number_option("--global-batch", "-b", help="samples per optimizer step, over all GPUs")
 ]
-SeqLen = Annotated[
-    int | None,
-    number_option("--seq-len", "-s", help="tokens per sample (default: the model's)"),
-]
+SeqLen = Annotated[int | None, number_option("--seq-len", "-s", help="tokens per sample (default: the model's)")]
 PrecisionFlag = Annotated[Precision | None, typer.Option("--precision", help="default: bf16; fp32 on cpu")]
 OptimizerFlag = Annotated[Optimizer, typer.Option("--optimizer")]
 SoftwareFlag = Annotated[
@@ -189,7 +174,6 @@ SoftwareFlag = Annotated[
         "--software",
         metavar="NAME",
         help=f"training stack to predict: fsdp2-compile, megatron-core, ... (default: {REFERENCE}, or that of --for)",
-        show_default=False,
     ),
 ]
 For = Annotated[
@@ -198,7 +182,6 @@ For = Annotated[
         "--for",
         metavar="FRAMEWORK",
         help=f"only what it runs, priced with its software, to `plan export` to it: {', '.join(TARGETS)}",
-        show_default=False,
     ),
 ]
 Margin = Annotated[
@@ -208,7 +191,6 @@ Margin = Annotated[
         metavar="SHARE",
         parser=MARGIN.read,
         help="share of GPU memory left free (default: by --memory-risk)",
-        show_default=False,
     ),
 ]
 Risk = Annotated[
@@ -219,25 +201,21 @@ Risk = Annotated[
         parser=RISK.read,
         help=f"how likely a plan may run out of memory, by what published runs used (default: {USUAL_RISK:g}; 5% of "
         "memory left free where there are none)",
-        show_default=False,
     ),
 ]
 Pin = Annotated[
     list[str] | None,
     typer.Option(
-        "--pin",
-        metavar="CHOICE",
-        help="keep a choice, as in --pin tensor=4 --pin sequence=8 --pin context_kind=ring",
-        show_default=False,
+        "--pin", metavar="CHOICE", help="keep a choice, as in --pin tensor=4 --pin sequence=8 --pin context_kind=ring"
     ),
 ]
 Most = Annotated[
     list[str] | None,
-    typer.Option("--max", metavar="CHOICE", help="no more than, as in --max tensor=8", show_default=False),
+    typer.Option("--max", metavar="CHOICE", help="no more than, as in --max tensor=8"),
 ]
 Forbid = Annotated[
     list[str] | None,
-    typer.Option("--forbid", metavar="NAME", help="leave out tensor, context, interleaved, ...", show_default=False),
+    typer.Option("--forbid", metavar="NAME", help="leave out tensor, context, interleaved, ..."),
 ]
 SpaceFlag = Annotated[
     SpaceOf,
@@ -249,16 +227,12 @@ RecomputeFlag = Annotated[
         "--recompute",
         metavar="KIND",
         help="of every layer: none, attention, selective, full, or parts:mlp+self_attn; parts: any of any layer, too",
-        show_default=False,
     ),
 ]
 ObjectiveFlag = Annotated[
     Objective, typer.Option("--objective", help="cost and min-gpus may leave GPUs unused; the global batch stays")
 ]
-MicroBatch = Annotated[
-    int | None,
-    number_option("--micro-batch", help="samples of one data rank per forward"),
-]
+MicroBatch = Annotated[int | None, number_option("--micro-batch", help="samples of one data rank per forward")]
 TimeLimit = Annotated[
     float,
     typer.Option("--time-limit", metavar="SECONDS", parser=TIME_LIMIT.read, help="seconds the search may take"),

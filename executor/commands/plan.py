@@ -43,7 +43,6 @@ def _plan_command(
             "--setup",
             metavar="LAYOUT",
             help='the plan of a layout of yours, as in plan compare: "tp=2 pp=4 zero=1", hsdp:4, megatron, ...',
-            show_default=False,
         ),
     ] = None,
     objective: options.ObjectiveFlag = Objective.THROUGHPUT,
@@ -55,9 +54,7 @@ def _plan_command(
         ),
     ] = None,
     as_json: options.Json = False,
-    svg: Annotated[
-        Path | None, typer.Option("--svg", metavar="FILE", help="also draw what is printed", show_default=False)
-    ] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="also draw what is printed")] = None,
     no_cache: options.NoCache = False,
     verbose: options.Verbose = False,
     quiet: options.Quiet = False,
@@ -102,10 +99,7 @@ def _profile_command(
     graph: Annotated[
         Path | None,
         typer.Option(
-            "--graph",
-            metavar="FILE",
-            help="also layers, tensors and shared weights as a graph: .graphml or .dot",
-            show_default=False,
+            "--graph", metavar="FILE", help="also layers, tensors and shared weights as a graph: .graphml or .dot"
         ),
     ] = None,
     operators: Annotated[bool, typer.Option("--operators", help="list the operators of every class")] = False,

@@ -29,13 +29,11 @@ def _report_command(
     ),
     trace: Annotated[
         Path | None,
-        typer.Option(
-            "--trace", metavar="FILE", help="also one step as a trace for ui.perfetto.dev", show_default=False
-        ),
+        typer.Option("--trace", metavar="FILE", help="also one step as a trace for ui.perfetto.dev"),
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option("--run", metavar="FILE", help="a run's telemetry, set beside the prediction", show_default=False),
+        typer.Option("--run", metavar="FILE", help="a run's telemetry, set beside the prediction"),
     ] = None,
     as_json: options.Json = False,
     no_cache: options.NoCache = False,
@@ -75,8 +73,8 @@ def _report_command(
 
 @diff_app.command()
 def _diff_command(
-    first: Annotated[Path, typer.Argument(metavar="PLAN", help="a plan.json", show_default=False)],
-    second: Annotated[Path, typer.Argument(metavar="OTHER", help="another", show_default=False)],
+    first: Annotated[Path, typer.Argument(metavar="PLAN", help="a plan.json")],
+    second: Annotated[Path, typer.Argument(metavar="OTHER", help="another")],
     model: options.ModelOfPlan = None,
     as_json: options.Json = False,
     no_cache: options.NoCache = False,

@@ -34,7 +34,7 @@ replan_app = options.new_app()
 def _replan_command(
     checkpoint: Annotated[
         Path,
-        typer.Option("--checkpoint", metavar="DIR", help="a run's folder, or one checkpoint in it", show_default=False),
+        typer.Option("--checkpoint", metavar="DIR", help="a run's folder, or one checkpoint in it"),
     ],
     gpus: options.Gpus = None,
     device: Annotated[
@@ -50,7 +50,6 @@ def _replan_command(
             metavar="FILE",
             help="the run's telemetry: what a restart of it took, its steps, and how many are behind the checkpoint; "
             "without --gpus also which hosts compute slower than the others, and the plan is for those",
-            show_default=False,
         ),
     ] = None,
     model: options.ModelOfPlan = None,

@@ -28,7 +28,6 @@ def _sweep_command(
             "-g",
             metavar="N,N,...",
             help="numbers of GPUs (default with --cluster: 1, 2, 4, ... of its hosts)",
-            show_default=False,
         ),
     ] = None,
     seq_len: Annotated[
@@ -42,7 +41,6 @@ def _sweep_command(
             "-b",
             metavar="N[,N,...]",
             help="samples per step: one for all points, or one for each of --gpus",
-            show_default=False,
         ),
     ] = None,
     scale_batch: Annotated[
@@ -59,7 +57,7 @@ def _sweep_command(
     time_limit: options.TimeLimit = 60.0,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="also write it: .png, .html or .json", show_default=False),
+        typer.Option("--output", "-o", metavar="FILE", help="also write it: .png, .html or .json"),
     ] = None,
     as_json: options.Json = False,
     no_cache: options.NoCache = False,

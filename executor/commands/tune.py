@@ -35,7 +35,6 @@ def _tune_command(
             "--setup",
             metavar="LAYOUT",
             help='a layout of yours that takes part: ddp, fsdp, "tp=4 pp=2 zero=1", a plan.json; repeatable',
-            show_default=False,
         ),
     ] = None,
     launcher: Annotated[
@@ -45,7 +44,6 @@ def _tune_command(
             metavar="COMMAND",
             help="how a job is started, {args} for its program: 'srun -N4 --ntasks-per-node=1 torchrun --nnodes 4 ... "
             "{args}' (default: torchrun on this machine)",
-            show_default=False,
         ),
     ] = None,
     hosts: Annotated[
@@ -55,7 +53,6 @@ def _tune_command(
             metavar="COUNT",
             help="measure on so many hosts only: candidates are cut down to them, each rank with the work it had "
             "(default: all)",
-            show_default=False,
         ),
     ] = None,
     one_gpu: Annotated[
@@ -72,7 +69,6 @@ def _tune_command(
             metavar="SECONDS",
             parser=options.NumberFlag("--timeout", 1.0, "120").read,
             help="a step that takes longer is a hang (default: 20 times its prediction, at least 60)",
-            show_default=False,
         ),
     ] = None,
     output: options.PlanOutput = Path("plan.json"),
@@ -82,14 +78,11 @@ def _tune_command(
             "--device-output",
             metavar="FILE",
             help="where the fitted device goes (default: device.toml beside the plan)",
-            show_default=False,
         ),
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option(
-            "--report", metavar="FILE", help="where the page goes (default: tune.html beside it)", show_default=False
-        ),
+        typer.Option("--report", metavar="FILE", help="where the page goes (default: tune.html beside it)"),
     ] = None,
     time_limit: options.TimeLimit = 20.0,
     as_json: options.Json = False,

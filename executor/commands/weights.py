@@ -28,7 +28,7 @@ def _weights_command(
     ] = "safetensors",
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16 (default: as trained)", show_default=False),
+        typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16 (default: as trained)"),
     ] = None,
     file_size: Annotated[float, typer.Option("--file-size", metavar="GB", min=1e-6, help="of a file, at most")] = 5.0,
     as_json: options.Json = False,
