@@ -47,20 +47,19 @@ def simulate(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     num_microbatches: int,
-    weight_s: Sequence[float] | None = None,
-    num_ranks: int | None = None,
+    weight_s: Sequence[float],
+    num_ranks: int,
 ) -> list[Event]:
     """Start and end of every action; an action starts when its rank is free and its input has arrived.
 
     forward_s, backward_s, weight_s: per stage (of which each rank has one or more), waiting for transfers included;
     weight_s is the part of backward_s that zero-bubble schedules put off.
     """
-    ranks = num_ranks or len(forward_s)
-    steps, actions = _order(schedule, ranks, num_microbatches, len(forward_s) // ranks)
+    steps, actions = _order(schedule, num_ranks, num_microbatches, len(forward_s) // num_ranks)
     seconds = _durations(schedule, forward_s, backward_s, weight_s)
-    ends, free = [0.0] * (len(steps) + 1), [0.0] * ranks
+    ends, free = [0.0] * (len(steps) + 1), [0.0] * num_ranks
     _play(steps, seconds, free, ends, 0)
-    free = [0.0] * ranks
+    free = [0.0] * num_ranks
     events = []
     for (rank, _, waits_for), action, end in zip(steps, actions, ends[1:], strict=True):
         events.append(Event(rank, action, max(free[rank], ends[waits_for]), end))
@@ -240,17 +239,6 @@ class CriticalPath:
     passes: NDArray[np.float64]
     rank: int
 
-    def seconds(
-        self,
-        schedule: Schedule,
-        forward_s: Sequence[float],
-        backward_s: Sequence[float],
-        weight_s: Sequence[float] | None = None,
-    ) -> float:
-        """Seconds of its passes, of stages that take so long, without the end of its rank's step."""
-        each = _durations(schedule, forward_s, backward_s, weight_s)
-        return float(self.passes.ravel()[: len(each)] @ np.array(each))
-
     def length_s(self, seconds: NDArray[np.float64], once_s: NDArray[np.float64]) -> float:
         """Its seconds to the end of its rank's step. seconds: [forward, backward, weight][stage]; once_s: [rank]."""
         return float((self.passes * seconds).sum() + once_s[self.rank])
@@ -262,7 +250,7 @@ def critical_paths(
     backward_s: Sequence[float],
     once_s: Sequence[float],
     num_microbatches: int,
-    weight_s: Sequence[float] | None = None,
+    weight_s: Sequence[float],
     longer_than_s: float = 0.0,
 ) -> list[CriticalPath]:
     """The longest path to the end of every rank that is longer than so many seconds, the longest first: of long tables
