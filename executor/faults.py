@@ -26,9 +26,7 @@ class NonFiniteError(FloatingPointError):
     """A loss or gradients are not numbers any more; the message says in which step, on which ranks, and where."""
 
 
-def check_finite(
-    mesh: RankMesh, step: int, losses: list[torch.Tensor], gradients: dict[str, torch.Tensor], group: Any = None
-) -> None:
+def check_finite(mesh: RankMesh, step: int, losses: list[torch.Tensor], gradients: dict[str, torch.Tensor]) -> None:
     """Raise NonFiniteError on every rank: say which ranks and stages have losses and gradients that are no numbers.
 
     Every rank must call it. gradients: of this rank, by name.
@@ -38,7 +36,7 @@ def check_finite(
     found: list[Any] = [(bad_losses, bad_gradients[:1], len(bad_gradients), mesh.rank)]
     if mesh.device_mesh is not None:
         found = [None] * mesh.plan.degrees.num_devices
-        dist.all_gather_object(found, (bad_losses, bad_gradients[:1], len(bad_gradients), mesh.rank), group=group)
+        dist.all_gather_object(found, (bad_losses, bad_gradients[:1], len(bad_gradients), mesh.rank))
     parts = []
     for micro_batches, first, count, rank in sorted(found, key=lambda f: int(f[3])):
         if micro_batches:

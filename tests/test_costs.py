@@ -15,7 +15,7 @@ from meshwright.planner.cost.compute_cost import (
     WAVE_EXPONENT,
     operator_s,
     optimizer_s,
-    tile_efficiency,
+    tile_efficiencies,
 )
 from meshwright.planner.cost.crossing_cost import P2P_EXPOSED
 from meshwright.planner.cost.estimate import estimate
@@ -130,8 +130,9 @@ def test_nothing_is_faster_than_a_launch() -> None:
 def test_last_wave_of_tiles_costs_as_much_as_a_full_one() -> None:
     on = device(compute_units=4)
 
-    assert tile_efficiency(128 * 2, 256 * 2, on) == 1.0
-    assert tile_efficiency(128 * 5, 256, on) == pytest.approx((5 / 8) ** WAVE_EXPONENT)
+    shares = tile_efficiencies(np.array([128.0 * 2, 128.0 * 5]), np.array([256.0 * 2, 256.0]), on)
+
+    assert shares.tolist() == [1.0, pytest.approx((5 / 8) ** WAVE_EXPONENT)]
 
 
 def test_adam_moves_28_bytes_per_parameter() -> None:

@@ -100,7 +100,7 @@ def print_plan(console: Console, found: "api.Planned", target: Path | None, quie
     if target is not None:
         run = [
             (f"plan verify {target}", "same numbers as one device, on processes of this machine"),
-            (launch_command(plan, "train.py"), hosts_in_order(plan) or "train.py as in the README, section Train"),
+            (launch_command(plan), hosts_in_order(plan) or "train.py as in the README, section Train"),
         ]
         goes_to = None if plan.certificate is None else plan.certificate.framework
         exported = [(f"plan export {target} --to {goes_to}", "the layout in its own settings")] if goes_to else []

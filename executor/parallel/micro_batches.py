@@ -62,7 +62,7 @@ def split_micro_batches(
     ]
 
 
-def num_samples(batch: Any, most: int, planned: Sequence[BatchTensor] = ()) -> int:
+def num_samples(batch: Any, most: int, planned: Sequence[BatchTensor]) -> int:
     """Samples that a batch holds of the `most` that the plan has for it, as far as its tensors tell: those like the
     planned ones, or their first dims where all are alike."""
     known = _like_planned(batch, planned)

@@ -270,7 +270,7 @@ def _next(plan: Plan, written: str) -> Iterator[RenderableType]:
     """Where the plan is, how it is run, and how more is asked."""
     yield hanging("wrote", Text(written), "cyan")
     if not not_run(plan):
-        run = Text(launch_command(plan, "train.py"), style="bold")
+        run = Text(launch_command(plan), style="bold")
         run.append(f'   with mw.parallelize(MyModel, "{written}", ...) in it', style="not bold dim")
         yield hanging("run", run, "cyan")
         if hosts_in_order(plan):

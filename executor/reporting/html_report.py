@@ -363,7 +363,7 @@ def _use_section(plan: Plan, plan_file: str, notes: Sequence[str]) -> str:
     )
     commands = (
         f"plan verify {name}      # same numbers as one device, on processes of this machine\n"
-        f"{launch_command(plan, 'train.py')}\n"
+        f"{launch_command(plan)}\n"
         + (f"# {hosts_in_order(plan)}\n" if hosts_in_order(plan) else "")
         + f"plan report {name} --trace trace.json      # this step for ui.perfetto.dev"
     )

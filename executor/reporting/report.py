@@ -431,13 +431,13 @@ def _three_digits(value: float) -> str:
     return "0" if value == 0 else f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def launch_command(plan: Plan, script: str) -> str:
-    """The torchrun line that starts a training script on the plan's cluster."""
+def launch_command(plan: Plan) -> str:
+    """The torchrun line that starts train.py on the plan's cluster."""
     hosts = plan.cluster.num_hosts
     nodes = f"--nnodes {hosts} " if hosts > 1 else ""
     sizes = {group.devices_per_host for group in plan.cluster.hosts}
     each = plan.cluster.devices_per_host if len(sizes) == 1 else "gpu"
-    return f"torchrun {nodes}--nproc-per-node {each} {script}"
+    return f"torchrun {nodes}--nproc-per-node {each} train.py"
 
 
 def hosts_in_order(plan: Plan) -> str:

@@ -205,16 +205,16 @@ def host_patterns(plan: Plan) -> tuple[HostPattern, ...]:
     return tuple(HostPattern(positions, tuple(hosts)) for positions, hosts in found.items())
 
 
-def collapsed(stages: Sequence[StageMemory], digits: int = 1) -> list[tuple[int, int, StageMemory]]:
-    """(first, last, memory) of neighbouring ranks whose items are equal to so many digits of a GiB."""
+def collapsed(stages: Sequence[StageMemory]) -> list[tuple[int, int, StageMemory]]:
+    """(first, last, memory) of neighbouring ranks whose items are equal to 0.1 GiB."""
     rows: list[tuple[int, int, StageMemory]] = []
     for i, stage in enumerate(stages):
-        if rows and _figures(rows[-1][2], digits) == _figures(stage, digits):
+        if rows and _figures(rows[-1][2]) == _figures(stage):
             rows[-1] = (rows[-1][0], i, rows[-1][2])
         else:
             rows.append((i, i, stage))
     return rows
 
 
-def _figures(stage: StageMemory, digits: int) -> tuple[float, ...]:
-    return tuple(round(size / 2**30, digits) for size in stage.items.values())
+def _figures(stage: StageMemory) -> tuple[float, ...]:
+    return tuple(round(size / 2**30, 1) for size in stage.items.values())

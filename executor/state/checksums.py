@@ -98,7 +98,7 @@ class CheckedReader(FileSystemReader):
         self.storage_data = metadata.storage_data
         return metadata
 
-    def check_items(self, but: tuple[str, ...] = (), first: int = 0, step: int = 1) -> None:
+    def check_items(self, but: tuple[str, ...], first: int, step: int) -> None:
         """Check every `step`-th item from `first` on, without those whose keys begin so. After read_metadata."""
         wanted = sorted(
             ((place.relative_path, place.offset), place)
@@ -167,7 +167,7 @@ class CheckedReader(FileSystemReader):
             raise DamagedError(f"{path} is damaged: its own checksum is not the one that was saved") from None
 
 
-def damage_in(folder: Path, first: int = 0, step: int = 1) -> str | None:
+def damage_in(folder: Path, first: int, step: int) -> str | None:
     """What is damaged in every `step`-th item of a checkpoint, from `first` on, or in what lies beside them; else None.
 
     None, too, of a checkpoint of before there were checksums.

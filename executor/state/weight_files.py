@@ -7,7 +7,7 @@ before all is complete.
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -165,10 +165,9 @@ def export_checkpoint(
     folder: Path,
     kind: WeightFormat,
     dtype: torch.dtype | None,
-    limit: int = FILE_BYTES,
-    told: Callable[[str], None] | None = None,
+    limit: int,
 ) -> WeightFiles:
-    """Write the weights of one checkpoint, tensor by tensor, checked. told: the name of every file that is written.
+    """Write the weights of one checkpoint, tensor by tensor, checked. limit: bytes of one file.
 
     Raises DamagedError for a checkpoint that is not what was saved.
     """
@@ -192,8 +191,6 @@ def export_checkpoint(
             yield name, 0, whole
 
     for file, names in files.files.items():
-        if told is not None:
-            told(file)
         files.write(file, read(names))
     files.finish()
     return files

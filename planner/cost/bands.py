@@ -11,8 +11,6 @@ from typing import Any, Literal
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import Plan
 
-Metric = Literal["allocated", "reserved", "device"]
-
 _FILE = Path(__file__).with_name("bands.toml")
 
 _LOW_PRECISIONS = ("fp8", "fp4")
@@ -65,9 +63,9 @@ def time_band(plan: Plan) -> Band | None:
     return _bands()["time"][time_kind(mixture, plan.training.precision, plan.cluster.num_hosts)]
 
 
-def memory_band(plan: Plan, metric: Metric = "device") -> Band | None:
-    """Band of the peak memory of a plan's fullest device by a metric; None where no published run is of the kind."""
-    return None if no_band(plan) else _bands()["memory"][metric]
+def memory_band(plan: Plan) -> Band | None:
+    """Band of the peak memory of a plan's fullest device; None where no published run is of the kind."""
+    return None if no_band(plan) else _bands()["memory"]["device"]
 
 
 def bands_of(what: Literal["time", "memory"]) -> dict[str, Band]:

@@ -189,20 +189,13 @@ AsRun = Callable[[OperatorTable, Floats], Amounts]
 
 
 def layer_seconds(
-    costs: Costs,
-    device: Device,
-    precision: str,
-    element_bytes: int,
-    batch: float,
-    tensor: int,
-    as_run: AsRun = amounts_of,
+    costs: Costs, device: Device, precision: str, element_bytes: int, batch: float, tensor: int
 ) -> Seconds:
     """Compute seconds of a layer on one device, forward and backward, each operator on its own roofline.
 
-    Operators of the backward that serve both gradients count as input part. as_run: what one rank runs of them
-    (experts).
+    Operators of the backward that serve both gradients count as input part.
     """
-    return layer_seconds_of_each(costs, device, precision, element_bytes, [batch], tensor, as_run)[0]
+    return layer_seconds_of_each(costs, device, precision, element_bytes, [batch], tensor, amounts_of)[0]
 
 
 def layer_seconds_of_each(
@@ -212,10 +205,10 @@ def layer_seconds_of_each(
     element_bytes: int,
     batches: Sequence[float],
     tensor: int,
-    as_run: AsRun = amounts_of,
+    as_run: AsRun,
 ) -> list[Seconds]:
     """[batch] -> compute seconds of a layer on one device, forward and backward, as `layer_seconds` gives them for one;
-    several batches cost little more than one."""
+    several batches cost little more than one. as_run: what one rank runs of its operators (experts)."""
     table = _table_of_layer(costs)
     seconds = _operators_s(table, as_run(table, batches_at(batches, tensor)), device, precision, element_bytes)
     found = []
@@ -443,13 +436,8 @@ _SAME_SHAPE = 0.01
 """Squared doublings of the sides within which a sample counts as the shape itself."""
 
 
-def tile_efficiency(rows: float, columns: float, device: Device) -> float:
-    """Share of a large matmul's speed that one of this shape keeps: tiles at the edges and in the last wave idle."""
-    return float(tile_efficiencies(np.array([rows]), np.array([columns]), device)[0])
-
-
 def tile_efficiencies(rows: Floats, columns: Floats, device: Device) -> Floats:
-    """`tile_efficiency` of each shape."""
+    """[shape] -> share of a large matmul's speed that one of it keeps: tiles at the edges and in the last wave idle."""
     tile_rows, tile_columns = device.tile
     tiles = np.ceil(np.maximum(rows, 1.0) / tile_rows) * np.ceil(np.maximum(columns, 1.0) / tile_columns)
     waves = tiles / device.compute_units

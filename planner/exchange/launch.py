@@ -43,15 +43,12 @@ def _words(names: Iterable[str]) -> list[str]:
 
 
 def read_command(
-    given: str,
-    known: Collection[str],
-    environment: Mapping[str, str] | None = None,
-    switches: Collection[str] = (),
+    given: str, known: Collection[str], environment: Mapping[str, str] | None, switches: Collection[str]
 ) -> Command:
     """The command in arguments, or in a file: a launch script, or nothing but arguments, such as `plan export` writes.
 
     known: options by which the command that trains is told from others; switches: those that take no value.
-    environment: for variables that a script does not set (default: this process's). Raises ValueError where no command
+    environment: for variables that a script does not set (None: this process's). Raises ValueError where no command
     has any of the options.
     """
     text: str = given

@@ -87,7 +87,7 @@ class Pins:
             return False
         return all(limited != name or (isinstance(value, int) and value <= limit) for limited, limit in self.most)
 
-    def splits_sequences(self, tensor: int, sequence: bool, context: int = 1) -> bool:
+    def splits_sequences(self, tensor: int, sequence: bool, context: int) -> bool:
         """Whether that sequence parallelism, on or off beside a tensor degree, agrees with what is pinned."""
         ways = (tensor if sequence else 1) * context
         return (tensor == 1 or self.allows("sequence", sequence)) and self.sequence_ways in (None, ways)

@@ -54,7 +54,7 @@ class Way:
     entries: tuple[tuple[str, float], ...] = ()
 
 
-def best_ways(ways: Sequence[Way], solver: str | None = None, some: bool = False) -> tuple[frozenset[int], float]:
+def best_ways(ways: Sequence[Way], some: bool) -> tuple[frozenset[int], float]:
     """(ways that are cut, by index; what they add to a step) at the least seconds; some: at least one is cut."""
     taken: set[int] = set()
     unclear = [i for i, way in enumerate(ways) if way.seconds < 0.0]
@@ -65,9 +65,9 @@ def best_ways(ways: Sequence[Way], solver: str | None = None, some: bool = False
             taken.add(i)
     unclear = [i for i in unclear if i not in taken and _may_pay(ways, unclear, i)]
     if unclear:
-        taken |= _solved(ways, frozenset(taken), unclear, solver)
+        taken |= _solved(ways, frozenset(taken), unclear, some=False)
     if some and ways and not taken:
-        taken = _solved(ways, frozenset(), range(len(ways)), solver, some)
+        taken = _solved(ways, frozenset(), range(len(ways)), some)
     return frozenset(taken), added_s(ways, taken)
 
 
@@ -83,9 +83,7 @@ def added_s(ways: Sequence[Way], taken: frozenset[int] | set[int]) -> float:
     return sum(ways[i].seconds for i in taken) + sum(entries.values())
 
 
-def _solved(
-    ways: Sequence[Way], taken: frozenset[int], unclear: Sequence[int], solver: str | None, some: bool = False
-) -> set[int]:
+def _solved(ways: Sequence[Way], taken: frozenset[int], unclear: Sequence[int], some: bool) -> set[int]:
     problem = pulp.LpProblem("cuts", pulp.LpMinimize)
     x = {i: problem.add_variable(f"x_{i}", cat="Binary") for i in unclear}
     paid = {name for i in taken for name, _ in ways[i].entries}
@@ -103,7 +101,7 @@ def _solved(
         problem += pulp.lpSum(x.values()) >= 1
     costs = [MS * ways[i].seconds * x[i] for i in unclear] + [MS * entries[name] * y[name] for name in y]
     problem.setObjective(pulp.lpSum(costs))
-    solve(problem, MOST_SOLVER_S, solver)
+    solve(problem, MOST_SOLVER_S)
     return {i for i in unclear if float(x[i].varValue or 0.0) > 0.5}
 
 
