@@ -22,7 +22,6 @@ from ..cost.stage_cost import StageCost, allocatable_bytes, combine, sent_bytes
 from ..plan.document import Recompute
 from ..plan.shape import NO_EXTRAS, InFlight, LayerOption, Offered, Shape
 from .knapsack import Turns, in_time, lightest, tie_prices
-from .relaxed import least_slowest_s
 from .solver import OutOfTimeError
 
 Floats = NDArray[np.float64]
@@ -231,12 +230,6 @@ class StagePrices:
             priced = counts @ least - spare[:, None] * prices
             bounds = np.maximum(bounds, priced.max(axis=1, initial=-np.inf))
         return bounds
-
-    def least_slowest_s(self) -> float:
-        """Seconds per micro-batch that the slowest stage takes at least, with the options that memory asks for, if
-        layers could be divided (relaxed.py)."""
-        weights, memory, rooms = self.divisible(range(self.shape.pipeline))
-        return least_slowest_s(weights, memory, self.chain.lengths, rooms)
 
     def divisible(self, stages: Sequence[int]) -> tuple[list[Floats], list[Floats], Floats]:
         """What these stages could take if layers could be divided: [run][option] -> seconds of a layer, [run] ->

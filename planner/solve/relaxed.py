@@ -23,38 +23,16 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 MOST_PRICES = 24
-"""Prices of memory that are tried, spread over all: any of them gives a bound."""
+"""Prices of memory that are tried for shapes on one device each, spread over all: any of them gives a bound."""
 
 MOST_PRICES_OF_EACH = 8
-"""Prices of memory that are tried for each shape where many shapes are bounded at once."""
+"""The same for shapes of several stages."""
 
 MOST_WORTHS_OF_EACH = 2
-"""Prices at whose cost layers' worth is taken, where many shapes are bounded at once."""
-
-MOST_WORTHS = 4
-"""Prices at whose cost the layers' worth is taken, of these."""
+"""Prices, of these, at whose cost layers' worth is taken."""
 
 STEPS = 8
 """Of Newton's method, from below: work(T) is concave, so no step goes too far, and fewer give a bound as well."""
-
-
-def least_slowest_s(weights: Sequence[Floats], memory: Sequence[Floats], counts: Floats, rooms: Floats) -> float:
-    """Seconds per micro-batch that the slowest stage takes at least; infinite if the layers cannot be held.
-
-    weights: [run][option] -> seconds of a layer; memory: [run] -> [stage][option] bytes of it there; counts: [run] ->
-    layers; rooms: [stage] -> bytes.
-    """
-    prices = tie_prices(list(weights), [held[0] for held in memory])
-    prices = prices[_spread(len(prices), MOST_PRICES)]
-    # [stage][price][run]
-    cost = np.stack(
-        [
-            (w[None, None, :] + prices[None, :, None] * held[:, None, :]).min(axis=2)
-            for w, held in zip(weights, memory, strict=True)
-        ],
-        axis=2,
-    )
-    return _of_several_worths(cost, prices, counts, rooms)
 
 
 @dataclass(frozen=True)
@@ -104,33 +82,6 @@ def least_slowest_of_unequal_s(
     return found
 
 
-def _of_several_worths(cost: Floats, prices: Floats, counts: Floats, rooms: Floats) -> float:
-    """The largest of the bounds by several worths. cost: [stage][price][run]."""
-    there = prices[None, :] * rooms[:, None]
-    slowest = 0.0
-    for worth in cost.mean(axis=0)[_spread(len(prices), MOST_WORTHS)]:
-        slowest = _slowest_s(cost, there, worth, counts, slowest)
-    return slowest
-
-
-def _slowest_s(cost: Floats, there: Floats, worth: Floats, counts: Floats, slowest: float) -> float:
-    """The least T with one worth of each run, if it is more than `slowest`. there: [stage][price] -> what the room is
-    worth at the price."""
-    some = worth > 0
-    if not some.any():
-        return slowest
-    each = (cost[:, :, some] / worth[some]).min(axis=2)
-    whole, stages = float(counts @ worth), np.arange(len(cost))
-    for _ in range(STEPS):
-        work = np.divide(slowest + there, each, out=np.full_like(each, np.inf), where=each > 0)
-        tightest = work.argmin(axis=1)
-        missing = whole - float(np.maximum(work[stages, tightest], 0.0).sum())
-        if missing <= 0:
-            break
-        slowest += missing / float((1 / each[stages, tightest]).sum())
-    return slowest
-
-
 def least_of_each_one_s(
     choices: Sequence[tuple[Floats, Floats]],
     rooms: Floats,
@@ -170,9 +121,10 @@ def least_slowest_of_each_s(
     flights: Floats,
     counts: Floats,
 ) -> Floats:
-    """[shape] -> `least_slowest_s` of shapes whose layers differ only in seconds without recompute and in bytes that
-    they hold beside activations. each_s, fixed: [kind][shape]; rooms: [shape] -> bytes of a stage; again_s, kept:
-    [kind] -> [way to recompute]; flights: [stage] -> micro-batches; counts: [kind] -> layers."""
+    """[shape] -> seconds per micro-batch that the slowest stage takes at least, of shapes whose layers differ only in
+    seconds without recompute and in bytes that they hold beside activations; infinite if the layers cannot be held.
+    each_s, fixed: [kind][shape]; rooms: [shape] -> bytes of a stage; again_s, kept: [kind] -> [way to recompute];
+    flights: [stage] -> micro-batches; counts: [kind] -> layers."""
     prices = tie_prices(list(again_s), [flights.max() * held for held in kept])
     prices = prices[_spread(len(prices), MOST_PRICES_OF_EACH)]
     priced = flights[:, None] * prices
@@ -237,7 +189,9 @@ def least_slowest_of_whole_s(
 
 
 def _slowest_of_each_s(cost: Floats, there: Floats, worth: Floats, counts: Floats, slowest: Floats) -> Floats:
-    """`_slowest_s` of each shape. cost: [shape][stage][price][kind], there: [shape][1][price], worth: [shape][kind]."""
+    """[shape] -> the least T with one worth of each kind of layer, if it is more than `slowest`. cost:
+    [shape][stage][price][kind]; there: [shape][1][price] -> what the room is worth at the price; worth:
+    [shape][kind]."""
     per_worth = np.divide(
         cost, worth[:, None, None, :], out=np.full_like(cost, np.inf), where=worth[:, None, None, :] > 0
     ).min(axis=3)
