@@ -114,7 +114,6 @@ def test_warm_up_and_outliers_are_left_out_and_told(tmp_path: Path) -> None:
     (found,) = learn_runs([run], profile_for)
 
     assert found.step.step_s == pytest.approx(1.005, abs=0.006)
-    assert (found.used, found.left_out) == (8, 1)
     assert "1 of 9 steps are outliers, the longest 5.00 s" in found.notes[0]
     assert inliers((1.0, 1.0, 1.0)) == (1.0, 1.0, 1.0)
 

@@ -30,12 +30,9 @@ APART = 0.1
 
 @dataclass(frozen=True)
 class LearnedRun:
-    """A run as the fit takes it, steps left out as outliers, and what must be said of it."""
+    """A run as the fit takes it, and what must be said of it."""
 
-    path: Path
     step: MeasuredStep
-    used: int
-    left_out: int
     notes: tuple[str, ...]
 
 
@@ -71,7 +68,7 @@ def _learned(path: Path, profile_of: Callable[[Plan], ModelProfile]) -> LearnedR
     compute_s = computed_s(header.plan, known)
     measured = MeasuredStep(label, header.plan, profile_of(header.plan), quantile(usual, 0.5), compute_s=compute_s)
     notes = tuple(f"{path.name}: {note}" for note in what_to_say(timed))
-    return LearnedRun(path, measured, len(usual), len(timed) - len(usual), notes)
+    return LearnedRun(measured, notes)
 
 
 def inliers(seconds: tuple[float, ...]) -> tuple[float, ...]:

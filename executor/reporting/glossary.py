@@ -13,11 +13,6 @@ class Term:
     says: str
     spellings: tuple[str, ...] = ()
 
-    @property
-    def anchor(self) -> str:
-        """Its name in addresses: "zb-v"."""
-        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
-
     def pattern(self) -> re.Pattern[str]:
         """Where it stands in a text, as a word of its own."""
         words = "|".join(re.escape(each) for each in sorted((self.name, *self.spellings), key=len, reverse=True))
