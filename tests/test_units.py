@@ -4,6 +4,7 @@ import pytest
 
 from meshwright.profiler.machine.units import (
     counted,
+    first_of,
     format_bytes,
     format_change,
     format_count,
@@ -90,6 +91,14 @@ def test_one_gpu_is_not_gpus(count: int, words: str) -> None:
 @pytest.mark.parametrize(("count", "words"), [(0, "0 passes"), (1, "1 pass"), (1200, "1,200 passes")])
 def test_what_is_counted_is_one_or_several(count: int, words: str) -> None:
     assert counted(count, "pass", "passes") == words
+
+
+@pytest.mark.parametrize(
+    ("names", "noun", "words"),
+    [(["a"], "layers", "a"), (["a", "b"], "", "a (and 1 more)"), (["a", "b", "c"], "layers", "a (and 2 more layers)")],
+)
+def test_one_name_has_no_others_beside_it(names: list[str], noun: str, words: str) -> None:
+    assert first_of(names, noun) == words
 
 
 @pytest.mark.parametrize(("share", "words"), [(0.012, "+1.2%"), (-0.0004, "0%"), (-0.0, "0%"), (-0.0006, "-0.1%")])

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ...planner.plan.document import Plan
+from ...profiler.machine.units import first_of
 from ...profiler.model.building import on_meta
 from ...profiler.model.loaded import Batch, LoadedModel
 from ...profiler.model.trace import trace
@@ -217,7 +218,7 @@ def compared(
     missing = [f"gradient of {name}" for name in expected.gradients if name not in found.gradients]
     missing += [name for name in expected.parameters if name not in found.parameters]
     if missing:
-        return replace(report, failure=f"the plan has no {missing[0]} (and {len(missing) - 1} more)")
+        return replace(report, failure=f"the plan has no {first_of(missing)}")
     if exact is not None:
         expected = _nearer(expected, found, exact)
     floor = _floor(expected)

@@ -1,6 +1,7 @@
 """Parse and print quantities with units: the only place where "900 GB/s" becomes 9e11 and back."""
 
 import re
+from collections.abc import Sequence
 
 _PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -69,6 +70,11 @@ def format_count(count: float) -> str:
 def counted(count: int, noun: str, nouns: str | None = None) -> str:
     """So many of something for people: 1 layer, 1,024 layers. nouns: of several, where an s does not do."""
     return f"{count:,} {noun if count == 1 else nouns or f'{noun}s'}"
+
+
+def first_of(names: Sequence[str], noun: str = "") -> str:
+    """The first of some names and how many others there are, for people: a (and 2 more). noun: what the others are."""
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more{noun and f' {noun}'})"
 
 
 def gpus_in_words(count: int) -> str:

@@ -24,6 +24,7 @@ from torch.nn.utils import stateless
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction, _CachedTorchDispatchMode
 
+from ..machine.units import first_of
 from ..semantics.draws import dice
 from ..semantics.producers import Producers, is_wrapped
 from .building import in_evaluation
@@ -359,9 +360,8 @@ def _left(names: Sequence[str]) -> tuple[str, ...]:
     """A note on what a forward leaves behind for the next."""
     if not names:
         return ()
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return (
-        f"{names[0]}{more} is written in every forward, on each data rank by its own, so "
+        f"{first_of(names)} is written in every forward, on each data rank by its own, so "
         "the numbers may change with data parallelism, as in any framework",
     )
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..document import in_a_sentence
 from ..garbage import without_garbage_collection
+from ..machine.units import first_of
 from ..tensor_cuts.context_trial import context_problem
 from ..tensor_cuts.tensor_cuts import Found, common_degree, find_cuts
 from .batches import batch_problem, list_of_samples
@@ -418,9 +419,8 @@ def _batch_norms(fake: FakeModel) -> tuple[str, ...]:
     names = [name for name, norm in norms.items() if norm.training or not norm.track_running_stats]
     if not names:
         return ()
-    others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return (
-        f"{names[0]}{others} takes its statistics from the micro-batch of one rank, so the numbers change with data "
+        f"{first_of(names)} takes its statistics from the micro-batch of one rank, so the numbers change with data "
         "parallelism and micro-batch, as in any framework; group norm would not",
     )
 
@@ -429,7 +429,7 @@ def _dense(fake: FakeModel) -> tuple[str, ...]:
     names = [name for name, module in fake.module.named_modules() if WAS_SPARSE in module.__dict__]
     if not names:
         return ()
-    return (f"{names[0]} (and {len(names) - 1} more embeddings) trains with dense gradients, not sparse ones",)
+    return (f"{first_of(names, 'embeddings')} trains with dense gradients, not sparse ones",)
 
 
 def _untrained(fake: FakeModel) -> str:
@@ -438,9 +438,8 @@ def _untrained(fake: FakeModel) -> str:
     places = [place for place, tensor in held if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
     if not places:
         return ""
-    more = f" (and {len(places) - 1} more)" if len(places) > 1 else ""
     return (
-        f"{places[0]}{more} is not registered, so the model does not have it as a parameter, and it stays as it is "
+        f"{first_of(places)} is not registered, so the model does not have it as a parameter, and it stays as it is "
         "made: nn.ModuleList, nn.ModuleDict and nn.ParameterList register what they hold"
     )
 
