@@ -78,17 +78,6 @@ def _runs(profile: ModelProfile) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-@dataclass(frozen=True)
-class Fastest:
-    """[run] -> least seconds of a layer: per micro-batch, of its forward, of reductions and gathers once per step, and
-    of a whole step on one stage."""
-
-    microbatch_s: Floats
-    forward_s: Floats
-    once_s: Floats
-    step_s: Floats
-
-
 class Chain:
     """The model's chain as runs, with every interval's composition; the same for all shapes."""
 
@@ -97,7 +86,7 @@ class Chain:
         self.num_layers = len(model.profile.layers)
         self.deadline_s = math.inf
         """time.monotonic() at which the best options are no longer looked for, but some that fit."""
-        self._fastest: dict[tuple[object, ...], Fastest] = {}
+        self._fastest_s: dict[tuple[object, ...], Floats] = {}
         self._costs: dict[object, tuple[list[list[LayerOption]], list[list[LayerCost]]]] = {}
 
     def priced(
@@ -121,22 +110,17 @@ class Chain:
             self._costs[key] = [by_kind[kind][0] for kind, _ in each], [rows[one] for one in each]
         return self._costs[key]
 
-    def fastest(self, shape: Shape, recompute: Recompute | None, reshard: bool | None) -> "Fastest":
-        """What layers take at least, at the options that are fastest: nothing is run again unless that is pinned."""
+    def fastest_s(self, shape: Shape, recompute: Recompute | None, reshard: bool | None) -> Floats:
+        """[run] -> seconds of a layer per micro-batch at its fastest option: nothing is run again unless that is
+        pinned."""
         key = _any_such_schedule(shape), recompute, reshard
-        if key not in self._fastest:
-            by_kind: dict[Kind, list[LayerCost]] = {}
+        if key not in self._fastest_s:
+            by_kind: dict[Kind, float] = {}
             for kind in {self.model.kinds[run.start] for run in self.runs}:
                 options = self.model.options(kind, shape, recompute or "none", reshard)
-                by_kind[kind] = [self.model.cost(kind, shape, option) for option in options]
-            costs, count = [by_kind[self.model.kinds[run.start]] for run in self.runs], shape.num_microbatches
-            self._fastest[key] = Fastest(
-                np.array([min(c.microbatch_s for c in row) for row in costs]),
-                np.array([min(c.forward_total_s for c in row) for row in costs]),
-                np.array([min(c.once_data_s for c in row) for row in costs]),
-                np.array([min(count * c.microbatch_s + c.once_s for c in row) for row in costs]),
-            )
-        return self._fastest[key]
+                by_kind[kind] = min(self.model.cost(kind, shape, option).microbatch_s for option in options)
+            self._fastest_s[key] = np.array([by_kind[self.model.kinds[run.start]] for run in self.runs])
+        return self._fastest_s[key]
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:

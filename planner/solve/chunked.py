@@ -80,18 +80,6 @@ class StageCuts:
     work: Floats
     ahead: Floats
 
-    def least_s(
-        self,
-        schedule: Schedule,
-        num_microbatches: int,
-        per_run_s: Floats,
-        forward_s: Floats,
-        added_s: Floats | float = 0.0,
-    ) -> float:
-        """Seconds that no order of passes beats, as `least_step_s` of simulate.py. per_run_s, forward_s: [run] ->
-        seconds of a layer. added_s: [rank] -> seconds that a micro-batch takes beyond that."""
-        return float(self.least_of_each_s(schedule, num_microbatches, per_run_s, forward_s, added_s))
-
     def least_of_each_s(
         self,
         schedule: Schedule,
@@ -101,8 +89,9 @@ class StageCuts:
         added_s: Floats | float = 0.0,
         once_s: Floats | float = 0.0,
     ) -> Floats:
-        """[shape] -> the same, with [run][shape] -> seconds of a layer. once_s: [rank][shape] -> seconds after the
-        last pass of a rank."""
+        """[shape] -> seconds that no order of passes beats, as `least_step_s` of simulate.py. per_run_s, forward_s:
+        [run][shape] -> seconds of a layer; added_s: [rank] -> seconds that a micro-batch takes beyond that; once_s:
+        [rank][shape] -> seconds after the last pass of a rank."""
         passes = num_microbatches * (self.work @ per_run_s + added_s)
         ended = once_s
         if schedule not in ZERO_BUBBLE:  # while a rank ends its step, those before it end their passes

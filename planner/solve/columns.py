@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost.chain import Chain, Fastest, of_each
+from ..cost.chain import Chain, of_each
 from ..cost.crossing_cost import Cut
 from ..cost.memory_cost import StateBytes, state_bytes
 from ..cost.peak import Arrivals, Moment, moments_of, running
@@ -105,11 +105,6 @@ class StagePrices:
     @cached_property
     def _priced_options(self) -> tuple[list[list[LayerOption]], list[list[LayerCost]]]:
         return self.chain.priced(self.shape, *self.pinned)
-
-    @property
-    def fastest(self) -> Fastest:
-        """What layers take at least, before all options are priced."""
-        return self.chain.fastest(self.shape, *self.pinned[:2])
 
     @cached_property
     def budget(self) -> float:

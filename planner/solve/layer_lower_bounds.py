@@ -27,8 +27,7 @@ class Least:
     """What the layers of a family take at least: [run] -> seconds of a layer for one micro-batch, in all and forward;
     trainable elements of all layers.
 
-    weights: [run][way to recompute] -> the same with what is run again. held: [run] -> ([way] -> bytes that a layer
-    keeps of a micro-batch, bytes that it holds anyway). twice: bytes of weights that more than one layer counts.
+    held: [run] -> ([way to recompute] -> bytes that a layer keeps of a micro-batch, bytes that it holds anyway).
     fewest_bytes: activations of all layers at least. whole, whole_trainable: elements of all layers, before they are
     sharded over data ranks. passing: [run] -> bytes that a layer saves in its turn.
     """
@@ -36,9 +35,7 @@ class Least:
     seconds: Floats
     forward_s: Floats
     elements: float
-    weights: list[Floats]
     held: list[tuple[Floats, float]]
-    twice: float
     fewest_bytes: float
     whole: float
     whole_trainable: float
@@ -106,9 +103,7 @@ class LeastWork:
             seconds,
             forward_s + context_s[:, 0],
             max(0.0, float(counts @ stored[:, 1]) - shared),
-            [pass_s + again_s for pass_s, again_s in zip(seconds, ways.again_s, strict=True)],
             list(zip(ways.kept, fixed.tolist(), strict=True)),
-            twice,
             ways.fewest,
             total,
             trainable,

@@ -112,17 +112,11 @@ class UnequalPrices:
     shape: Shape
     kinds: tuple[int, ...]
     by_kind: tuple[StagePrices, ...]
-    shares: Shares
 
     @property
     def chain(self) -> Chain:
         """The chain that the stages cut."""
         return self.by_kind[0].chain
-
-    @property
-    def budget(self) -> float:
-        """Bytes that the allocator may hand out on one rank of every stage together."""
-        return sum(self.by_kind[kind].budget for kind in self.kinds)
 
     def on(self, stage: int) -> StagePrices:
         """The prices on the device of a stage."""
@@ -138,7 +132,7 @@ class Kinds:
         whole = model.cluster, model.framework
         self.models = [CostModel(model.profile, part, model.training, *whole) for part in self.parts]
         self.chains = [Chain(kind) for kind in self.models]
-        self._prices: dict[tuple[object, ...], tuple[Shares, tuple[StagePrices, ...]]] = {}
+        self._prices: dict[tuple[object, ...], tuple[StagePrices, ...]] = {}
 
     def _stages(self, pipeline: int) -> list[int]:
         """[kind] -> pipeline coordinates on it."""
@@ -151,17 +145,13 @@ class Kinds:
         any_order = replace(shape, kind_order=())
         key = any_order, recompute, reshard, offered
         if key not in self._prices:
-            fastest = [chain.fastest(any_order, recompute, reshard) for chain in self.chains]
-            shares = self.shares([each.microbatch_s for each in fastest], shape.pipeline)
-            self._prices[key] = (
-                shares,
-                tuple(
-                    StagePrices(chain, any_order, recompute, reshard, offered, shares.work(kind))
-                    for kind, chain in enumerate(self.chains)
-                ),
+            fastest_s = [chain.fastest_s(any_order, recompute, reshard) for chain in self.chains]
+            shares = self.shares(fastest_s, shape.pipeline)
+            self._prices[key] = tuple(
+                StagePrices(chain, any_order, recompute, reshard, offered, shares.work(kind))
+                for kind, chain in enumerate(self.chains)
             )
-        shares, found = self._prices[key]
-        return UnequalPrices(shape, self.on_stages(shape.kind_order, shape.pipeline), found, shares)
+        return UnequalPrices(shape, self.on_stages(shape.kind_order, shape.pipeline), self._prices[key])
 
     def on_stages(self, order: Sequence[int], pipeline: int) -> tuple[int, ...]:
         """[pipeline coordinate] -> kind, where kinds follow each other in that order."""
