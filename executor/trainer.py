@@ -329,8 +329,7 @@ class Trainer:
         """
         if self._given:
             raise ValueError("step() after forward_backward(): call optimizer_step() first, which ends that step")
-        step = self.progress.steps + 1
-        with self._in_step(step, "after"), self._memory_explained():
+        with self._in_step("after"):
             self._accumulate(batch, 1.0, None, ends_step=True)
             return self._finish_step()
 
@@ -342,8 +341,7 @@ class Trainer:
         is the sum, as where loss.backward() is called several times. loss: instead of parallelize's. All ranks must
         call it alike.
         """
-        step = self.progress.steps + 1
-        with self._in_step(step, "within"), self._memory_explained():
+        with self._in_step("within"):
             if loss is not None and self._loss is None:
                 raise ValueError("forward_backward(loss=...) of a model that returns its own loss: give none")
             losses, scales = self._accumulate(batch, scale, None if loss is None else CheckedLoss(loss))
@@ -358,8 +356,7 @@ class Trainer:
         loss is the sum of the scaled ones. Raises ValueError if there was no forward_backward() since the last one."""
         if not self._given:
             raise ValueError("optimizer_step() without gradients: call forward_backward(batch) first, or step(batch)")
-        step = self.progress.steps + 1
-        with self._in_step(step, "after"), self._memory_explained():
+        with self._in_step("after"):
             return self._finish_step()
 
     def _own_norm(self) -> torch.Tensor | None:
@@ -368,13 +365,6 @@ class Trainer:
         if self.plan.degrees.tensor * self.plan.degrees.pipeline == 1 and not self._gradients.averaged_after:
             return None
         return norms_of(local_gradients(self._applied.parameters.values()), self.mesh.device).sum()
-
-    @contextmanager
-    def _memory_explained(self) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(self._out_of_memory()) from error
 
     def _accumulate(
         self, batch: Any, scale: float, loss: Loss | None, ends_step: bool = False
@@ -536,10 +526,9 @@ class Trainer:
         micro-batch) whose mean is wanted, too; it is called where the output is, with all of it. The mean is over
         samples, or by what `weight` says. All ranks must call it.
         """
-        behind = f"after step {self.progress.steps}"
         chosen = metrics or {}
         means = Means(self.mesh, ["loss", *chosen])
-        with self._task(f"in evaluate {behind}", behind, meets=True):
+        with self._between_steps("evaluate", meets=True):
             for batch in batches:
                 batch = tree_map(self._to_device, batch)
                 parts = self._parts(batch)
@@ -562,8 +551,7 @@ class Trainer:
         What the model returns for each micro-batch is joined along the first dim where that counts samples; other
         leaves are those of the first micro-batch.
         """
-        behind = f"after step {self.progress.steps}"
-        with self._task(f"in forward {behind}", behind, meets=self._divides):
+        with self._between_steps("forward", meets=self._divides):
             parts = self._parts(tree_map(self._to_device, batch))
             found = self._forward(parts, False, lambda output, part: output).outputs
             return joined_samples(self._forwards.to_all_stages(found), self.plan.micro_batch)
@@ -681,8 +669,7 @@ class Trainer:
         rank, for plans with as many (where `loader` stands is saved in any case). Raises ValueError if the rest is not
         alike on all ranks.
         """
-        behind = f"after step {self.progress.steps}"
-        with self._task(f"in save {behind}", behind, meets=True):
+        with self._between_steps("save", meets=True):
             self._check_parameters()
             self._writer().save(Path(folder), self.progress, stateful, wait, keep)
 
@@ -722,8 +709,7 @@ class Trainer:
         hold some rows of a tensor at a time (format="torch": one file). dtype: of what holds real numbers; None: as
         trained.
         """
-        behind = f"after step {self.progress.steps}"
-        with self._task(f"in save_pretrained {behind}", behind, meets=True):
+        with self._between_steps("save_pretrained", meets=True):
             self._check_parameters()
             export_model(self._applied, self.plan, self.mesh, self._writer(), Path(folder), format, dtype)
 
@@ -732,15 +718,13 @@ class Trainer:
 
         Names are those of model_fn()'s own state_dict().
         """
-        behind = f"after step {self.progress.steps}"
-        with self._task(f"in full_state_dict {behind}", behind, meets=self._divides):
+        with self._between_steps("full_state_dict", meets=self._divides):
             return self._gathered({n: p.detach() for n, p in self._applied.parameters.items()}, buffers=True)
 
     def named_gradients(self) -> dict[str, torch.Tensor]:
         """Whole gradients of the last step, as the optimizer saw them, like full_state_dict. All ranks must call it."""
         grads = {n: p.grad for n, p in self._applied.parameters.items()}
-        behind = f"after step {self.progress.steps}"
-        with self._task(f"in named_gradients {behind}", behind, meets=self._divides):
+        with self._between_steps("named_gradients", meets=self._divides):
             return self._gathered({n: g for n, g in grads.items() if g is not None}, buffers=False)
 
     def close(self) -> None:
@@ -758,11 +742,24 @@ class Trainer:
             dist.destroy_process_group()
             forget_groups()
 
-    def _task(self, inside: str, behind: str, meets: bool = False) -> AbstractContextManager[None]:
-        return nullcontext() if self._watch is None else self._watch.task(inside, behind, meets=meets)
+    def _task(self, inside: str, after: str, meets: bool = False) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch.task(inside, after, meets=meets)
 
-    def _in_step(self, step: int, behind: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._watch is None else self._watch.step(f"in step {step}", f"{behind} step {step}")
+    def _between_steps(self, name: str, meets: bool) -> AbstractContextManager[None]:
+        """Tell the watch that this rank is in a function of this name, and when it has left it."""
+        after = f"after step {self.progress.steps}"
+        return self._task(f"in {name} {after}", after, meets)
+
+    @contextmanager
+    def _in_step(self, then: str) -> Iterator[None]:
+        """Tell the watch that this rank is in the next step, and where it is then ("after" or "within" it); say on
+        which rank and for what memory does not do."""
+        step = self.progress.steps + 1
+        with nullcontext() if self._watch is None else self._watch.step(f"in step {step}", f"{then} step {step}"):
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                raise torch.OutOfMemoryError(self._out_of_memory()) from error
 
     @cached_property
     def _divides(self) -> bool:

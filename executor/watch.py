@@ -108,9 +108,9 @@ class Watch:
         atexit.register(self._end)
 
     @contextmanager
-    def task(self, inside: str, behind: str, times: float = LONGER, meets: bool = False) -> Iterator[None]:
-        """What every rank does together, in words; it may take so many times as long as a step. meets: it begins once
-        all ranks have come to it."""
+    def task(self, inside: str, after: str, times: float = LONGER, meets: bool = False) -> Iterator[None]:
+        """What every rank does together, in words: while it is `inside`, and once it has come out. It may take so many
+        times as long as a step. meets: it begins once all ranks have come to it."""
         self._place, self._what, self._since, self._times = self._place + 1, inside, time.monotonic(), times
         try:
             if meets:
@@ -120,13 +120,13 @@ class Watch:
             self._times = math.inf  # whoever catches it may take the time he likes
             self._place += 1
             raise
-        self._place, self._what, self._since, self._times = self._place + 1, behind, time.monotonic(), math.inf
+        self._place, self._what, self._since, self._times = self._place + 1, after, time.monotonic(), math.inf
 
     @contextmanager
-    def step(self, inside: str, behind: str) -> Iterator[None]:
+    def step(self, inside: str, after: str) -> Iterator[None]:
         """A task that is a part of a step."""
         self._steps += 1
-        with self.task(inside, behind, times=1.0):
+        with self.task(inside, after, times=1.0):
             yield
 
     def _meet(self) -> None:
