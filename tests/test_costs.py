@@ -471,7 +471,7 @@ def _most_held(rows: list[Turns], packing: Sequence[Sequence[int]], starting: np
     most = np.full(2, -np.inf)
     for turn, (row, option, is_end) in enumerate(items):
         held = starting[:, items[0][1]] + sum(r.before[:, i] for r, i, _ in items[: turn + 1])
-        held = held + sum((r.behind[:, i] for r, i, _ in items[turn + 1 :]), np.zeros(2))
+        held = held + sum((r.after[:, i] for r, i, _ in items[turn + 1 :]), np.zeros(2))
         most = np.maximum(most, held + (row.ending if is_end else row.transient)[:, option])
     return most
 

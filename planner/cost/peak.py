@@ -18,21 +18,20 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True)
 class Moment:
     """One pass backward over a stage, and what it finds there. While a layer has its turn, it and those before it hold
-    `before`, and those after it in the chain, whose turn is over, `behind`.
+    `before`, and those after it in the chain, whose turn is over, `after`.
 
     flights: micro-batches whose activations are there when it begins, of which put_off wait for their weights. kind:
     the whole backward, or that for inputs, after which one more waits and nothing is gone, or that for weights.
-    before_shards, behind_shards: bytes of gradients
-    per trainable element; before_whole, behind_whole: whether accumulated ones are there beyond these. copies_stay:
-    layers keep gathered copies after their turn. reduces: gradients are reduced. sends: gradients of the micro-batch
-    before are on their way to the stage before.
+    before_shards, after_shards: bytes of gradients per trainable element; before_whole, after_whole: whether
+    accumulated ones are there beyond these. copies_stay: layers keep gathered copies after their turn. reduces:
+    gradients are reduced. sends: gradients of the micro-batch before are on their way to the stage before.
     """
 
     flights: int
     before_shards: float
-    behind_shards: float
+    after_shards: float
     before_whole: bool
-    behind_whole: bool
+    after_whole: bool
     copies_stay: bool
     reduces: bool
     sends: bool
@@ -43,7 +42,7 @@ class Moment:
         """Bytes of a layer's activations until its turn is over."""
         return self.flights * cost.kept_bytes + self.put_off * cost.put_off_bytes
 
-    def kept_behind(self, cost: LayerCost) -> float:
+    def kept_after(self, cost: LayerCost) -> float:
         """Bytes of a layer's activations after its turn."""
         if self.kind == "inputs":
             return self.kept_before(cost) + cost.put_off_bytes
@@ -53,11 +52,11 @@ class Moment:
         """Bytes of a layer until its turn is over."""
         return self.kept_before(cost) + cost.held_bytes + self.gradients_before(cost)
 
-    def behind(self, cost: LayerCost) -> float:
+    def after(self, cost: LayerCost) -> float:
         """Bytes of a layer after its turn."""
-        return self.kept_behind(cost) + self.copies_behind(cost) + self.gradients_behind(cost)
+        return self.kept_after(cost) + self.copies_after(cost) + self.gradients_after(cost)
 
-    def copies_behind(self, cost: LayerCost) -> float:
+    def copies_after(self, cost: LayerCost) -> float:
         """Bytes of copies of parameters that a layer holds after its turn."""
         return cost.held_bytes - (0.0 if self.copies_stay else cost.released_bytes)
 
@@ -65,21 +64,21 @@ class Moment:
         """Bytes of a layer's gradients until its turn is over."""
         return cost.trainable_elements * self.before_shards + (cost.accumulated_bytes if self.before_whole else 0.0)
 
-    def gradients_behind(self, cost: LayerCost) -> float:
+    def gradients_after(self, cost: LayerCost) -> float:
         """Bytes of a layer's gradients after its turn."""
-        whole = cost.accumulated_bytes if self.behind_whole else 0.0
-        return cost.trainable_elements * self.behind_shards + whole + cost.root_bytes
+        whole = cost.accumulated_bytes if self.after_whole else 0.0
+        return cost.trainable_elements * self.after_shards + whole + cost.root_bytes
 
-    def transient(self, cost: LayerCost, behind: LayerCost | None) -> float:
-        """Bytes that are there only during a layer's turn. behind: the next layer of the stage, if there is one."""
+    def transient(self, cost: LayerCost, following: LayerCost | None) -> float:
+        """Bytes that are there only during a layer's turn. following: the next layer of the stage, if there is one."""
         if self.kind == "weights" and not self.reduces:
             return min(cost.transient_bytes, cost.trainable_elements * MASTER_BYTES)
-        return cost.reducing_bytes(behind) if self.reduces else cost.transient_bytes
+        return cost.reducing_bytes(following) if self.reduces else cost.transient_bytes
 
     def shared_gradients(self, state: StateBytes) -> float:
         """Bytes of gradients per element that two layers of a stage count both."""
-        whole = state.accumulated if self.before_whole and self.behind_whole else 0.0
-        return min(self.before_shards, self.behind_shards) + whole
+        whole = state.accumulated if self.before_whole and self.after_whole else 0.0
+        return min(self.before_shards, self.after_shards) + whole
 
     def shared(self, state: StateBytes) -> float:
         """Bytes per element, of all kinds, that two layers of a stage count both."""
@@ -126,8 +125,8 @@ def _parts(moment: Moment, put_off: int) -> tuple[Moment, Moment]:
     put_off = min(put_off, moment.flights - 1)
     inputs = replace(
         moment,
-        behind_shards=moment.before_shards,
-        behind_whole=moment.before_whole,
+        after_shards=moment.before_shards,
+        after_whole=moment.before_whole,
         reduces=False,
         put_off=put_off,
         kind="inputs",
@@ -142,7 +141,7 @@ def _whole_passes(shape: Shape, state: StateBytes, in_flight: int) -> tuple[Mome
     stay = state.copies_stay
     early = shards if count > 1 or state.gradients_stay else 0.0
     sends = shape.schedule == "1f1b" and count > 1
-    last = Moment(1, early, shards, count > 1, behind_whole=False, copies_stay=False, reduces=True, sends=sends)
+    last = Moment(1, early, shards, count > 1, after_whole=False, copies_stay=False, reduces=True, sends=sends)
     if count == 1:
         return (last,)
     middle = Moment(min(in_flight, count - 1), shards, shards, stay, stay, stay, not stay, sends)
@@ -160,31 +159,31 @@ def highest(moment: Moment, layers: Sequence[tuple[LayerCost, int]]) -> tuple[in
     own kind after it."""
     there, best = 0.0, (-math.inf, 0, 0)
     for index, (cost, n) in enumerate(layers):
-        more = moment.before(cost) - moment.behind(cost)
+        more = moment.before(cost) - moment.after(cost)
         for turn in {1, max(1, n - 1), n}:
-            transient = moment.transient(cost, behind_of(layers, index, turn))
+            transient = moment.transient(cost, following_layer(layers, index, turn))
             best = max(best, (there + turn * more + transient, index, turn))
         there += n * more
     return best[1], best[2]
 
 
-def behind_of(layers: Sequence[tuple[LayerCost, int]], index: int, turn: int) -> LayerCost | None:
+def following_layer(layers: Sequence[tuple[LayerCost, int]], index: int, turn: int) -> LayerCost | None:
     """The next layer of the stage after the `turn`-th of the equal layers at this index."""
     if turn < layers[index][1]:
         return layers[index][0]
     return layers[index + 1][0] if index + 1 < len(layers) else None
 
 
-def running(before: Floats, behind: Floats, transient: Floats, at_end: Floats, counts: Floats) -> tuple[Floats, Floats]:
+def running(before: Floats, after: Floats, transient: Floats, at_end: Floats, counts: Floats) -> tuple[Floats, Floats]:
     """([composition][run] -> bytes before the run's first turn, the most while one of its layers is at work; that is
     -inf where it has none).
 
-    before, behind, transient: [run]. at_end: [composition][run], transient of the run's last layer. counts:
+    before, after, transient: [run]. at_end: [composition][run], transient of the run's last layer. counts:
     [composition][run].
     """
-    more = before - behind
+    more = before - after
     rise = counts * more
-    start = np.cumsum(rise, axis=1) - rise + (counts @ behind)[:, None]
+    start = np.cumsum(rise, axis=1) - rise + (counts @ after)[:, None]
     inner = start + np.maximum(more, (counts - 1) * more) + transient
     most = np.maximum(start + rise + at_end, np.where(counts > 1, inner, -np.inf))
     return start, np.where(counts == 0, -np.inf, most)

@@ -84,10 +84,10 @@ class LayerCost:
         """Bytes of activations of a micro-batch in flight, wherever in its backward it is, at least."""
         return self.kept_bytes + min(0.0, self.put_off_bytes)
 
-    def reducing_bytes(self, behind: "LayerCost | None") -> float:
-        """Bytes that are there only during the layer's turn in a pass that reduces gradients. behind: the next layer of
-        the stage, if there is one."""
-        waiting = 0.0 if behind is None else self.waiting_bytes + behind.reduced_bytes
+    def reducing_bytes(self, following: "LayerCost | None") -> float:
+        """Bytes that are there only during the layer's turn in a pass that reduces gradients. following: the next layer
+        of the stage, if there is one."""
+        waiting = 0.0 if following is None else self.waiting_bytes + following.reduced_bytes
         return max(self.ending_bytes, waiting)
 
     def with_waiting(self, num_bytes: float) -> "LayerCost":

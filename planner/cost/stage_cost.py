@@ -10,7 +10,7 @@ from ..plan.training import TrainingSpec
 from .compute_cost import optimizer_s
 from .crossing_cost import Cut
 from .memory_cost import StateBytes
-from .peak import Arrivals, Moment, behind_of, highest, moments_of
+from .peak import Arrivals, Moment, following_layer, highest, moments_of
 from .priced_layer import LayerCost
 
 
@@ -144,10 +144,10 @@ class _Peak:
         for place, (cost, n) in enumerate(layers):
             early = n if place < index else 0 if place > index else turn
             late = n - early
-            gradients += early * moment.gradients_before(cost) + late * moment.gradients_behind(cost)
-            copies += early * cost.held_bytes + late * moment.copies_behind(cost)
-            activations += early * moment.kept_before(cost) + late * moment.kept_behind(cost)
-        transient = moment.transient(layers[index][0], behind_of(layers, index, turn))
+            gradients += early * moment.gradients_before(cost) + late * moment.gradients_after(cost)
+            copies += early * cost.held_bytes + late * moment.copies_after(cost)
+            activations += early * moment.kept_before(cost) + late * moment.kept_after(cost)
+        transient = moment.transient(layers[index][0], following_layer(layers, index, turn))
         return cls(gradients, copies, activations, transient)
 
     @classmethod
@@ -169,7 +169,7 @@ class _Peak:
             copies += n * (cost.held_bytes + cost.root_bytes)
             activations += n * (flights * cost.kept_bytes + min(flights, put_off) * cost.put_off_bytes)
             for turn in {1, n}:
-                transient = max(transient, cost.reducing_bytes(behind_of(layers, index, turn)))
+                transient = max(transient, cost.reducing_bytes(following_layer(layers, index, turn)))
         return cls(gradients, copies, activations, transient)
 
 

@@ -85,11 +85,11 @@ def rank_tallies(plan: Plan, model: CostModel, shape: Shape) -> list[Tally]:
     places = [tallies[plan.position_of(stage)] for stage in range(len(stages))]
     if shape.pipeline > 1:
         _add_ties(places, model, shape, stages)
-    for before, behind, cut in zip(places, places[1:], ends[1:], strict=False):
-        if before is not behind:
-            _add_transfers(before, behind, model, shape, cut)
+    for before, after, cut in zip(places, places[1:], ends[1:], strict=False):
+        if before is not after:
+            _add_transfers(before, after, model, shape, cut)
         if shape.sequence:
-            _move_gathers(before, behind, model, shape, cut)
+            _move_gathers(before, after, model, shape, cut)
     return tallies
 
 
@@ -255,7 +255,7 @@ def _add_ties(places: Sequence[Tally], model: CostModel, shape: Shape, stages: S
             tally.add("pipeline", "all_reduce", model.tie_bytes(elements[name], shape))
 
 
-def _add_transfers(before: Tally, behind: Tally, model: CostModel, shape: Shape, cut: int) -> None:
+def _add_transfers(before: Tally, after: Tally, model: CostModel, shape: Shape, cut: int) -> None:
     """What crosses a cut: every tensor is a call, and so is its gradient; both ends count."""
     for index in _crossing(model.profile)[cut]:
         tensor = model.profile.tensors[index]
@@ -265,10 +265,10 @@ def _add_transfers(before: Tally, behind: Tally, model: CostModel, shape: Shape,
             size /= shape.tensor
         calls = shape.num_microbatches * (2 if tensor.requires_grad else 1)
         before.add("pipeline", "p2p", calls * size, calls)
-        behind.add("pipeline", "p2p", calls * size, calls)
+        after.add("pipeline", "p2p", calls * size, calls)
 
 
-def _move_gathers(before: Tally, behind: Tally, model: CostModel, shape: Shape, cut: int) -> None:
+def _move_gathers(before: Tally, after: Tally, model: CostModel, shape: Shape, cut: int) -> None:
     """At a cut, gathers fall to the other side than in the middle of a stage: a sliced tensor that the next layer needs
     whole is gathered before it is sent, and what arrives whole is sliced where it has arrived."""
     leaves = model.kinds[cut].leaves and not _is_sliced(model, shape, cut)
@@ -278,10 +278,10 @@ def _move_gathers(before: Tally, behind: Tally, model: CostModel, shape: Shape, 
     num_bytes, calls = shape.num_microbatches * model.hidden_bytes(shape), shape.num_microbatches
     if leaves:
         before.add("tensor", "all_gather", num_bytes, calls)
-        behind.add("tensor", "all_gather", -num_bytes, -calls)
+        after.add("tensor", "all_gather", -num_bytes, -calls)
     if enters:
         before.add("tensor", "all_gather", -num_bytes, -calls)
-        behind.add("tensor", "all_gather", num_bytes, calls)
+        after.add("tensor", "all_gather", num_bytes, calls)
 
 
 def _is_sliced(model: CostModel, shape: Shape, layer: int) -> bool:

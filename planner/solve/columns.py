@@ -387,7 +387,7 @@ class StagePrices:
                 count,
                 self._weights[run][order],
                 np.array([one.before[run][order] for one in passes]),
-                np.array([one.behind[run][order] for one in passes]),
+                np.array([one.after[run][order] for one in passes]),
                 np.array([one.transient[run][order] for one in passes]),
                 np.array([(one.ending if run == runs[-1] else one.joined)[run][order] for one in passes]),
             )
@@ -469,7 +469,7 @@ class StagePrices:
         """Options of a run in the order in which its layers take them, so that it holds least: those that pass through
         most come first, when least is kept. What shrinks memory comes before all others, the lowest first."""
         passes = self._passes_of(in_flight)
-        rise = passes[0].before[run] - passes[0].behind[run]
+        rise = passes[0].before[run] - passes[0].after[run]
         most = np.max([one.transient[run] for one in passes], axis=0)
         return sorted(
             range(len(rise)), key=lambda o: (0, float(rise[o] + most[o])) if rise[o] < 0 else (1, -float(most[o]))
@@ -487,10 +487,10 @@ class StagePrices:
         fits = np.ones(len(some), dtype=bool)
         is_last = np.arange(len(self.costs)) == self.chain.last_runs[some][:, None]
         for one, rooms in zip(self._passes_of(in_flight), self._rooms(in_flight), strict=True):
-            all_rows = one.before, one.behind, one.transient, one.joined, one.ending
-            before, behind, transient, joined, ending = map(picked, all_rows)
+            all_rows = one.before, one.after, one.transient, one.joined, one.ending
+            before, after, transient, joined, ending = map(picked, all_rows)
             at_end = np.where(is_last, ending, joined)  # the stage's last layer has none after it
-            _, most = running(before, behind, transient, at_end, self.chain.counts[some])
+            _, most = running(before, after, transient, at_end, self.chain.counts[some])
             fits &= most.max(axis=1) <= rooms[fastest][some]
         return fits
 
@@ -583,7 +583,7 @@ class _Pass:
 
     moment: Moment
     before: list[Floats]
-    behind: list[Floats]
+    after: list[Floats]
     transient: list[Floats]
     joined: list[Floats]
     ending: list[Floats]
@@ -593,14 +593,14 @@ class _Pass:
         """Amounts of a pass."""
         joined: dict[tuple[int, int], Floats] = {}
         pairs = list(zip(costs, [*(row[0] for row in costs[1:]), None], strict=True))
-        for row, behind in pairs:
-            if (id(row), id(behind)) not in joined:
-                joined[id(row), id(behind)] = np.array([moment.transient(cost, behind) for cost in row])
+        for row, following in pairs:
+            if (id(row), id(following)) not in joined:
+                joined[id(row), id(following)] = np.array([moment.transient(cost, following) for cost in row])
         return cls(
             moment,
             of_each(costs, lambda row: np.array([moment.before(cost) for cost in row])),
-            of_each(costs, lambda row: np.array([moment.behind(cost) for cost in row])),
+            of_each(costs, lambda row: np.array([moment.after(cost) for cost in row])),
             of_each(costs, lambda row: np.array([moment.transient(cost, cost) for cost in row])),
-            [joined[id(row), id(behind)] for row, behind in pairs],
+            [joined[id(row), id(following)] for row, following in pairs],
             of_each(costs, lambda row: np.array([moment.transient(cost, None) for cost in row])),
         )

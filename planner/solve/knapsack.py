@@ -85,7 +85,7 @@ class Turns:
     count: int
     weights: Floats
     before: Floats
-    behind: Floats
+    after: Floats
     transient: Floats
     ending: Floats
 
@@ -95,7 +95,7 @@ class Turns:
             self.count,
             self.weights[options],
             self.before[:, options],
-            self.behind[:, options],
+            self.after[:, options],
             self.transient[:, options],
             self.ending[:, options],
         )
@@ -148,7 +148,7 @@ class _PackingCase:
         the very last item in the first pass."""
         place, number = turn or (len(rows) - 1, 0)
         groups = [
-            ItemGroup(row.count, row.weights, (row.before if i <= place else row.behind)[number])
+            ItemGroup(row.count, row.weights, (row.before if i <= place else row.after)[number])
             for i, row in enumerate(rows)
         ]
         room = float(rooms[number] - rows[place].ending[number].min() - starting[number].min())
@@ -192,7 +192,7 @@ class _PackingCase:
     @cached_property
     def later(self) -> Floats:
         """[row][pass] -> bytes that it and all rows after it hold at least after their turns."""
-        least = np.array([row.count * row.behind.min(axis=1) for row in self.rows])
+        least = np.array([row.count * row.after.min(axis=1) for row in self.rows])
         return np.concatenate((np.cumsum(least[::-1], axis=0)[::-1], np.zeros((1, len(self.rooms)))))
 
     @cached_property
@@ -275,8 +275,8 @@ def _fullest_turn(case: _PackingCase, packing: Packing) -> tuple[int, int] | Non
     """(row, pass) where a packing lacks most room; None if it fits."""
     first = int(np.argmax(packing.counts[0] > 0))
     before = case.starting[:, first]
-    behind = np.array([row.behind @ counts for row, counts in zip(case.rows, packing.counts, strict=True)])
-    later = behind[::-1].cumsum(axis=0)[::-1] - behind
+    own = np.array([row.after @ counts for row, counts in zip(case.rows, packing.counts, strict=True)])
+    later = own[::-1].cumsum(axis=0)[::-1] - own
     lacking = []
     for row, counts, after in zip(case.rows, packing.counts, later, strict=True):
         lacking.append(before + _most_inside(counts[None, :], row)[0] + after - case.rooms)
@@ -289,7 +289,7 @@ def _lightest_in_turns(case: _PackingCase, limit: float, deadline_s: float) -> t
     """(The packing of least weight below `limit` that in no pass and at no turn holds more than that pass's room, or
     None; what any weighs at least, at least `limit` if there is none.)
 
-    While an item has its turn, those up to it hold `before`, those after it `behind`. The price of memory at the last
+    While an item has its turn, those up to it hold `before`, those after it `after`. The price of memory at the last
     turn of the first pass bounds how far from the cheapest option any item may be.
     """
     rows, rooms, gap = case.rows, case.rooms, limit - case.bound
@@ -315,7 +315,7 @@ def _lightest_in_turns(case: _PackingCase, limit: float, deadline_s: float) -> t
             before = case.starting[:, np.argmax(table > 0, axis=1)].T
         inner = _most_inside(table, row)
         base = before[None, :, :] if i == 0 else before[:, None, :]
-        mosts = np.maximum(most[:, None, :] + (table @ row.behind.T)[None, :, :], base + inner[None, :, :])
+        mosts = np.maximum(most[:, None, :] + (table @ row.after.T)[None, :, :], base + inner[None, :, :])
         mosts = mosts.reshape(-1, len(rooms))
         befores = (base + (table @ row.before.T)[None, :, :]).reshape(-1, len(rooms))
         inside = np.flatnonzero(
@@ -348,8 +348,8 @@ def _counts_in_turns(case: _PackingCase, place: int, limit: float) -> tuple[Ints
         return _options_of_one(case, place, limit, free)
     table, left, least = np.zeros((1, len(row.weights)), dtype=np.int64), np.array([group.count]), math.inf
     for option, tail in enumerate(case.tails[place]):
-        behind = row.behind[:, option + 1 :].min(axis=1)
-        there, rise = table @ row.before.T + left[:, None] * behind, row.before[:, option] - behind
+        least_after = row.after[:, option + 1 :].min(axis=1)
+        there, rise = table @ row.before.T + left[:, None] * least_after, row.before[:, option] - least_after
         fewest, most, other = tail.light(limit, table, group, left, option)
         least = min(least, other)
         if (rise > 0).all():  # the more take the option, the more is held at the last one's turn
@@ -383,7 +383,7 @@ def _unbeaten_of_row(case: _PackingCase, place: int, table: Ints, deadline_s: fl
     row = case.rows[place]
     begins = case.starting[:, np.argmax(table > 0, axis=1)].T if place == 0 else np.zeros(len(case.rooms))
     before, most = (held + begins for held in (table @ row.before.T, _most_inside(table, row)))
-    return _unbeaten(np.column_stack([table @ row.weights, before, table @ row.behind.T, most]), deadline_s)
+    return _unbeaten(np.column_stack([table @ row.weights, before, table @ row.after.T, most]), deadline_s)
 
 
 def _most_inside(table: Ints, row: Turns) -> Floats:
@@ -391,11 +391,11 @@ def _most_inside(table: Ints, row: Turns) -> Floats:
     if row.count == 1:
         alone: Floats = (row.before + row.ending).T[table.argmax(axis=1)]
         return alone
-    rest = table @ row.behind.T
+    rest = table @ row.after.T
     most = np.full(rest.shape, -np.inf)
     for option in range(len(row.weights)):
         taken = table[:, option : option + 1]
-        rise = (row.before - row.behind)[:, option]
+        rise = (row.before - row.after)[:, option]
         is_end = (table[:, option + 1 :].sum(axis=1) == 0)[:, None]
         inner = taken - is_end
         highest = rest + np.maximum(rise, inner * rise) + row.transient[:, option]
@@ -595,12 +595,12 @@ def _counts_within(group: ItemGroup, price: float, gap: float, least: float, mos
     order = [int(option) for option in np.argsort(-reduced) if option != base and reduced[option] <= within]
     for place, option in enumerate(order):
         cost, size = reduced[option], group.memory[option]
-        behind = group.memory[[*order[place + 1 :], base]]
+        others = group.memory[[*order[place + 1 :], base]]
         fewest, at_most = _meeting(
             left,
             (cost if cost > tiny else 0.0, within - spent),
-            (size - behind.min(), most - held - left * behind.min()),
-            (cost - price * (size - behind.max()), within - spent - price * (least - held - left * behind.max())),
+            (size - others.min(), most - held - left * others.min()),
+            (cost - price * (size - others.max()), within - spent - price * (least - held - left * others.max())),
         )
         rows, taken = _extended(fewest, at_most)
         left, spent, held = left[rows] - taken, spent[rows] + taken * cost, held[rows] + taken * size
