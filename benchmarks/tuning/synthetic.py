@@ -22,7 +22,7 @@ from meshwright.executor.tuning.entrants import (
     priced_layouts,
     usual_layouts,
 )
-from meshwright.executor.tuning.rounds import NOISE, teachers
+from meshwright.executor.tuning.rounds import TURN_NOISE, teachers
 from meshwright.planner.answers.search import search
 from meshwright.planner.cost.alone import all_kernels_s
 from meshwright.planner.cost.estimate import estimate
@@ -101,7 +101,7 @@ def fitted(field: Field, noise: float, with_compute: bool, seed: int = 0) -> dic
         computed = all_kernels_s(model, moved, found) if with_compute else ()
         compute_s = tuple(seconds * draw.lognormvariate(0.0, noise) for seconds in computed)
         runs.append(MeasuredStep(label, field.plans[label], field.profile, step_s, compute_s=compute_s))
-    return refit(device, runs, KNOBS, noise=NOISE).factors
+    return refit(device, runs, KNOBS, noise=TURN_NOISE).factors
 
 
 def main() -> int:

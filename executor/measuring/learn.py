@@ -9,10 +9,9 @@ from ...planner.cost.refit import MeasuredStep
 from ...planner.plan.document import Plan
 from ...profiler.machine.units import format_seconds
 from ...profiler.model.model_profile import ModelProfile
-from ..reporting.run_report import WARM_UP_STEPS
 from ..run_document import RunStep, load_run
 from .measured_steps import computed_s
-from .measurement import quantile
+from .measurement import WARM_UP_STEPS, quantile
 
 FEWEST = 3
 """Steps, after the warm-up, that a run must have to be learned from."""

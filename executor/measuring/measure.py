@@ -14,10 +14,7 @@ from ..parallel.micro_batches import split_micro_batches
 from ..trainer import Trainer, parallelize
 from ..watch import HANG_S
 from .local_ranks import RankError, run_local_ranks
-from .measurement import MAX_CPU_RANKS, Measurement
-
-WARM_UP_STEPS = 2
-"""Steps before the clock starts: they allocate, connect ranks, and make optimizer state."""
+from .measurement import MAX_CPU_RANKS, WARM_UP_STEPS, Measurement
 
 _TIMEOUT_S = 600.0
 _SEED = 0

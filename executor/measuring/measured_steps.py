@@ -10,9 +10,8 @@ from ...planner.cost.refit import MeasuredStep
 from ...planner.plan.document import Plan, load_plan
 from ...profiler.document import Frozen, in_a_sentence, parsed
 from ...profiler.model.model_profile import ModelProfile
-from ..reporting.run_report import WARM_UP_STEPS
 from ..run_document import load_run
-from .measurement import quantile
+from .measurement import WARM_UP_STEPS, quantile
 
 _EXAMPLE = '{"plan": "plan.json", "step_time_s": 1.23}'
 

@@ -9,6 +9,9 @@ from ...profiler.document import Document
 MAX_CPU_RANKS = 16
 """More ranks than this on one CPU would measure the operating system's scheduler."""
 
+WARM_UP_STEPS = 2
+"""First steps of a run, which are not timed: they allocate, connect ranks, and make optimizer state."""
+
 
 class Measurement(Document):
     """Step times and memory of one plan on the devices of one machine."""

@@ -14,9 +14,9 @@ from ...planner.solve.solver import SolverError
 from ...profiler.machine.units import format_seconds
 from ...profiler.model.model_profile import ModelProfile
 from ..reporting.run_diagnosis import slower_axis
-from ..reporting.run_report import WARM_UP_STEPS
 from ..reporting.switching import WORTH, Switching, pays_after, restart_of, step_seconds, switching
 from ..run_document import RunStep, load_run
+from .measurement import WARM_UP_STEPS
 from .slow_hosts import HostSpeeds, SpeedsUnknownError, host_speeds
 from .slower_cluster import ways_on
 

@@ -28,9 +28,9 @@ from ...planner.plan.document import Plan
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
 from ..reporting.run_diagnosis import UNKNOWN
-from ..reporting.run_report import WARM_UP_STEPS, check_run_of
+from ..reporting.run_report import check_run_of
 from ..run_document import load_run
-from .measurement import quantile
+from .measurement import WARM_UP_STEPS, quantile
 from .significance import CONFIDENCE, means_of_alike, ratio_of
 
 Floats = NDArray[np.float64]

@@ -7,12 +7,9 @@ from pathlib import Path
 from ...planner.plan.document import GroupAxis, Plan
 from ...planner.plan.making import shape_of
 from ...profiler.machine.units import GIB, format_change
-from ..measuring.measurement import quantile
+from ..measuring.measurement import WARM_UP_STEPS, quantile
 from ..run_document import RunHeader, RunStep, load_run
 from .run_diagnosis import diagnosis
-
-WARM_UP_STEPS = 2
-"""First steps of a run: they allocate, connect ranks, and make optimizer state."""
 
 
 @dataclass(frozen=True)

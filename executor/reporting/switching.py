@@ -8,10 +8,9 @@ from pathlib import Path
 
 from ...planner.plan.document import Plan
 from ...profiler.machine.units import counted, format_bytes, format_seconds
-from ..measuring.measurement import quantile
+from ..measuring.measurement import WARM_UP_STEPS, quantile
 from ..run_document import RunRestart, RunStep, load_restarts, load_run
 from ..tuning.rounds import START_S
-from .run_report import WARM_UP_STEPS
 
 WORTH = 0.02
 """Share of a step from which a faster plan is worth a restart: the noise of what is compared."""

@@ -78,8 +78,7 @@ def _laps(given: argparse.Namespace, rank: int, plan: "Plan", loaded: "LoadedMod
 
     from ..measuring.exchange_times import exchange_times
     from ..measuring.measure import trainer_and_share
-    from ..measuring.measurement import quantile
-    from ..reporting.run_report import WARM_UP_STEPS
+    from ..measuring.measurement import WARM_UP_STEPS, quantile
     from ..telemetry import peak_memory_bytes, restart_peak_memory
     from ..trainer import computed_seconds
 

@@ -22,11 +22,10 @@ from ...profiler.machine.cluster import ClusterSpec, Device
 from ...profiler.model.model_profile import ModelProfile
 from ..measuring.exchanges import expected_collectives, measured_collectives
 from ..measuring.measured_steps import computed_s
-from ..measuring.measurement import quantile
+from ..measuring.measurement import WARM_UP_STEPS, quantile
 from ..measuring.significance import Apart, paired
 from ..measuring.slow_hosts import SlowHost, slow_in_laps, slower_cluster
 from ..measuring.slow_links import SlowLink, slow_links, with_slow_links
-from ..reporting.run_report import WARM_UP_STEPS
 from .cut_down import Unseen
 from .entrants import (
     NEWCOMERS,
@@ -45,7 +44,7 @@ from .jobs import Fallen, Track
 from .race import TURNS, in_words, lap_steps, leader_of, out_after
 from .record import EndLine, EntrantLine, FallLine, LapLine, Record, RefitLine, Say
 
-NOISE = 0.02
+TURN_NOISE = 0.02
 """Standard deviation of the logarithm of a step that took turns with others, around a right model: predictions by
 constants fitted to such steps were off by 1.2% in the median (benchmarks/planned_vs_manual)."""
 
@@ -660,7 +659,7 @@ def teachers(
     plans = [one.plan for one in chosen], [each.plan for each in others]
     names = knobs_of(cluster) if knobs is None else knobs
     exchanged = expected_collectives(chosen[0].plan, profile) if chosen else []
-    return [others[i] for i in most_open(_linked(cluster), profile, *plans, TEACHERS, names, NOISE, exchanged)]
+    return [others[i] for i in most_open(_linked(cluster), profile, *plans, TEACHERS, names, TURN_NOISE, exchanged)]
 
 
 def _linked(cluster: ClusterSpec) -> Device:
@@ -677,7 +676,7 @@ def fitted(
     """Factors on the constants of a cluster's devices that measured steps, and collectives before them, speak of.
     knobs: as of Job."""
     names = knobs_of(cluster) if knobs is None else knobs
-    return refit(_linked(cluster), runs, names, noise=NOISE, exchanged=exchanged).factors
+    return refit(_linked(cluster), runs, names, noise=TURN_NOISE, exchanged=exchanged).factors
 
 
 def knobs_of(cluster: ClusterSpec) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from .guidance import (
     IN_THE_NODE,
     LONG,
     LONG_SEQUENCE,
+    MOST_STAGES,
     ONE_GPU,
     RECOMPUTED,
     REPLICAS,
@@ -29,8 +30,6 @@ from .guidance import (
     rules_of_thumb,
 )
 from .why_not import best_of, first_that_fits, priced_answer
-
-_MOST_STAGES = 64
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,7 @@ def _fewer_splits(case: _Case) -> Iterator[Step]:
         (t * p, p, t)
         for t in divisors(per_host)
         for p in divisors(count // t)
-        if t * p < ways and p <= _MOST_STAGES and count % (t * p) == 0
+        if t * p < ways and p <= MOST_STAGES and count % (t * p) == 0
     )
     for less, pipeline, tensor in fewer:
         pins = Pins(tensor=tensor, pipeline=pipeline, context=degrees.context, recompute="full")

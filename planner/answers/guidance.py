@@ -12,7 +12,7 @@ from ..plan.legality import divisors, expert_rule, has_sequence_attention
 from ..plan.pins import Pins
 from ..plan.training import TrainingSpec
 
-_MOST_STAGES = 64
+MOST_STAGES = 64
 """Pipelines that people set up by hand are no deeper."""
 
 
@@ -108,7 +108,7 @@ def named_rules(cluster: ClusterSpec, profile: ModelProfile | None = None) -> tu
     """
     count, per_host = cluster.num_devices, cluster.devices_per_host
     inside = [t for t in reversed(divisors(per_host)) if t > 1]
-    stages = [p for p in divisors(count) if 1 < p <= _MOST_STAGES]
+    stages = [p for p in divisors(count) if 1 < p <= MOST_STAGES]
     fewest = [_ModelSplit(t) for t in divisors(per_host) if count % t == 0]
     longer = _context_splits(cluster, profile)
     deeper = [_ModelSplit(t, pipeline=p) for p in stages for t in inside or [1] if count % (t * p) == 0]

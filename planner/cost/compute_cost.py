@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...profiler.machine.cluster import Device, MatmulSample
-from ...profiler.model.model_profile import Amount, Costs, OpProfile
+from ...profiler.model.model_profile import SELECTIVELY_KEPT, Amount, Costs, OpProfile
 from ..plan.document import Recompute, parts_of
 from .elementwise import Values
 from .host_cost import NOTHING_ISSUED, RECOMPUTED, Issued, sum_of
@@ -56,9 +56,6 @@ OF_WEIGHTS = ("mm", "addmm", "_grouped_mm")
 
 WIDENED = ("elementwise", "norm", "copy", "other")
 """Kinds of operators that read and write what autocast keeps in fp32: norms, and what is added up between layers."""
-
-SELECTIVELY_KEPT = ("matmul", "attention")
-"""Kinds of operators that selective recompute does not repeat."""
 
 
 @dataclass(frozen=True)

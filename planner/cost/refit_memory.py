@@ -12,16 +12,13 @@ from ...profiler.machine.units import GIB
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import AXES, Axis, Plan
 from .estimate import StageMemory, estimate
-from .refit import hosts_with
+from .refit import HUBER, hosts_with
 
 Floats = NDArray[np.float64]
 
 NOISE = 0.02
 """Standard deviation of the peak of a process over a right model: ranks that do the same differed by 0 to 2% (DDP,
 FSDP and TP on two CPU ranks)."""
-
-HUBER = 2.0
-"""Residual, in units of the noise, from which an observation pulls no harder."""
 
 CONTEXT_SPREAD = 0.5
 """Standard deviation of what is outside of the allocator, over the preset's, before anything was seen: libraries

@@ -30,7 +30,7 @@ from .expert_banks import (
 )
 from .fake import FakeModel
 from .meters import NOTHING, Op, Recorder, Size, Storages
-from .model_profile import Producer
+from .model_profile import SELECTIVELY_KEPT, Producer
 from .part_watch import ModuleCalls, PeakOf
 from .put_off import PutOff
 from .run_shapes import Shapes, TensorSpec
@@ -105,9 +105,6 @@ class Observation:
     peak_of: PeakOf | None = None
     """The most that lived between two moments."""
 
-
-SELECTIVELY_KEPT = ("matmul", "attention")
-"""Kinds of operators whose results selective recompute keeps: they are dear to run again and small to keep."""
 
 _BATCHED = ("_grouped_mm", "bmm", "baddbmm")
 

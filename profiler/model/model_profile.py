@@ -33,6 +33,9 @@ MOST_PARTS = 4
 
 OpKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "copy", "other"]
 
+SELECTIVELY_KEPT: tuple[OpKind, ...] = ("matmul", "attention")
+"""Kinds of operators whose results selective recompute keeps: they are dear to run again and small to keep."""
+
 OpPart = Literal["forward", "backward_input", "backward_weight", "backward"]
 
 KeptAs = Literal["", "bf16", "fp16", "nf4"]
