@@ -89,7 +89,7 @@ class AppliedModel:
 def check_model(model: nn.Module, plan: Plan) -> None:
     """Raise ValueError if the plan was made for another model. model: on the meta device, whole."""
     found = dict(model.named_parameters(remove_duplicate=False))
-    planned = {name for stage in plan.stages for layer in stage.layers for name in layer.parameters}
+    planned = {name for layer in plan.layers for name in layer.parameters}
     missing = sorted(planned - found.keys())
     if missing:
         raise ValueError(

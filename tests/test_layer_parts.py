@@ -145,7 +145,7 @@ def test_the_search_recomputes_other_parts_in_every_layer_as_memory_asks() -> No
 
     usual, more = (search(model, small, training, pins=pins) for pins in (OPEN, replace(OPEN, parts=True)))
 
-    chosen = {layer.recompute for stage in more.plan.stages for layer in stage.layers}
+    chosen = {layer.recompute for layer in more.plan.layers}
     assert any(parts_of(recompute) for recompute in chosen)
     assert more.certificate.step_s < usual.certificate.step_s
     assert check(more.plan, model) == []
@@ -160,7 +160,7 @@ def test_a_pinned_part_is_recomputed_in_every_layer_that_has_it() -> None:
 
     found = search(model, cluster(1, 1), training, pins=Pins(recompute="parts:mlp"))
 
-    recomputes = [layer.recompute for stage in found.plan.stages for layer in stage.layers]
+    recomputes = [layer.recompute for layer in found.plan.layers]
     assert recomputes == ["parts:mlp", "none", "parts:mlp"]
 
 

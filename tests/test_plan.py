@@ -58,7 +58,7 @@ def test_every_rank_has_its_own_coordinates_and_all_layers_are_held(axes: tuple[
     all_placements = list(placements(plan))
 
     assert len({tuple(p.coordinates.items()) for p in all_placements}) == 16
-    names = {layer.name for stage in plan.stages for layer in stage.layers}
+    names = {layer.name for layer in plan.layers}
     assert {name for p in all_placements for name in p.layers} == names
     assert [(p.host, p.device) for p in all_placements] == [divmod(rank, 8) for rank in range(16)]
 
@@ -107,7 +107,7 @@ def test_parts_of_a_layer_can_be_recomputed_and_read_back() -> None:
 
     plan = chunked("interleaved", said)
 
-    assert {layer.recompute for stage in plan.stages for layer in stage.layers} == {"parts:self_attn+mlp.experts"}
+    assert {layer.recompute for layer in plan.layers} == {"parts:self_attn+mlp.experts"}
     assert parts_of(said) == ("self_attn", "mlp.experts")
     assert [parts_of(kind) for kind in ("none", "attention", "selective", "full", recompute_of_parts(()))] == [()] * 5
 

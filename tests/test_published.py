@@ -456,7 +456,7 @@ def test_offloaded_layers_are_the_models_first() -> None:
 
     _, plan = Pricer().estimate(setting_of(each), place(each).cluster)
 
-    away = [layer.name for stage in plan.stages for layer in stage.layers if layer.offload]
+    away = [layer.name for layer in plan.layers if layer.offload]
     assert away == ["blocks.0", "blocks.1", "blocks.2"]
 
 
@@ -669,7 +669,7 @@ def test_recompute_that_is_not_told_is_the_least_that_nearly_fits() -> None:
     recomputed = []
     for each in rows:
         _, plan = pricer.estimate(setting_of(each), place(each).cluster)
-        recomputed.append({layer.recompute for stage in plan.stages for layer in stage.layers})
+        recomputed.append({layer.recompute for layer in plan.layers})
 
     assert recomputed == [{"none"}, {"none", "selective"}, {"none", "full"}]
 

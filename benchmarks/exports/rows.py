@@ -65,7 +65,7 @@ def _read_back(found: Export, plan: Plan, profile: ModelProfile) -> Plan:
         layout = read_torchtitan(found.words, count, profile)
     else:
         layout = (read_accelerate if found.target == "accelerate" else read_deepspeed)(found.document, count)
-    layers = [layer for stage in plan.stages for layer in stage.layers]
+    layers = plan.layers
     usual = next((layer.recompute for layer in layers if layer.recompute != "none"), "none")
     size = layout.micro_batch or plan.micro_batch
     return plan_of(layout, profile, plan.cluster, plan.training, size, layout.recompute or usual)

@@ -58,9 +58,7 @@ def pads(plan: Plan, profile: ModelProfile, device: Device) -> list[PaddedLayer]
     """[layer] -> how long it computes on a device."""
     plan = on_device(plan, device)
     model, shape = CostModel(profile, plan.cluster, plan.training), shape_of(plan)
-    options = [
-        LayerOption(layer.recompute, layer.reshard, layer.offload) for stage in plan.stages for layer in stage.layers
-    ]
+    options = [LayerOption(layer.recompute, layer.reshard, layer.offload) for layer in plan.layers]
     found = []
     for layer, kind, option in zip(profile.layers, model.kinds, options, strict=True):
         cost = model.cost(kind, shape, option)

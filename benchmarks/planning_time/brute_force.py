@@ -159,7 +159,7 @@ def _shapes_of_space(asked: Instance) -> Iterator[Shape]:
 
 
 def _recomputes_of(plan: Plan) -> tuple[str, ...]:
-    return tuple(sorted({layer.recompute for stage in plan.stages for layer in stage.layers}))
+    return tuple(sorted({layer.recompute for layer in plan.layers}))
 
 
 def every_plan(asked: Instance) -> Iterator[Plan]:

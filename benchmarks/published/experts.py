@@ -159,7 +159,7 @@ def questions(rows: Sequence[Row]) -> list[Question]:
 
 def outside_of_space(plan: Plan, profile: ModelProfile, repeated: tuple[str, ...] = ()) -> tuple[str, ...]:
     """What of a plan the search does not choose by itself, in words."""
-    layers = [layer for stage in plan.stages for layer in stage.layers]
+    layers = plan.layers
     degrees = plan.degrees
     found = {
         "activations in the host's memory": any(layer.offload for layer in layers),
@@ -256,7 +256,7 @@ def _holding(cluster: ClusterSpec, over_bytes: float) -> ClusterSpec:
 
 def _label(plan: Plan) -> str:
     """Layout, micro-batch and recompute."""
-    kinds = Counter(layer.recompute for stage in plan.stages for layer in stage.layers)
+    kinds = Counter(layer.recompute for layer in plan.layers)
     again = [f"{count} x {kind}" for kind, count in kinds.items() if kind != "none"]
     recompute = f", recompute {' + '.join(again)}" if again else ""
     return f"{plan.label}, micro-batch {plan.micro_batch}{recompute}"

@@ -178,7 +178,7 @@ def _where_section(facts: Facts) -> str:
     plan = facts.plan
     picture, names = layer_strip(plan)
     content = tag("h3", "The model's layers") + names + wide(picture)
-    if any(layer.recompute != "none" for stage in plan.stages for layer in stage.layers):
+    if any(layer.recompute != "none" for layer in plan.layers):
         content += tag("p", "Hatched layers run their forward again during backward (recompute).", class_="sub")
     whole = cluster_map(facts)
     content += tag("h3", "The whole cluster") + wide(whole) if whole else ""

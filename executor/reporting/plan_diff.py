@@ -52,7 +52,7 @@ def _changes(first: Plan, second: Plan) -> list[Change]:
 def _view(plan: Plan) -> dict[str, str]:
     """Every decision of a plan in words; plans that differ anywhere differ in one of them."""
     degrees, training = plan.degrees, plan.training
-    layers = [layer for stage in plan.stages for layer in stage.layers]
+    layers = plan.layers
     hosts = plan.cluster.num_hosts
     view = {
         "model": f"{plan.model.name} ({plan.model.fingerprint[:12]})",

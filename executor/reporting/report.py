@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...planner.answers.verdict import VerdictKind
 from ...planner.cost.expert_place import expert_group
 from ...planner.plan.document import CONTEXT_NAMES, Certificate, GroupAxis, LayerPlan, Plan, parts_in_words, parts_of
-from ...planner.plan.layer_counts import layers_of_plan, parts_kinds, recompute_shares
+from ...planner.plan.layer_counts import parts_kinds, recompute_shares
 from ...planner.plan.not_run import not_run
 from ...profiler.machine.units import GIB, counted, format_count, format_seconds
 
@@ -29,7 +29,7 @@ _RECOMPUTES = {"full": "recompute", "selective": "selective recompute", "attenti
 
 def choice_in_words(plan: Plan) -> str:
     """Layout, micro-batches, recompute and what is kept gathered, in a phrase."""
-    layers = layers_of_plan(plan)
+    layers = plan.layers
     kept = sum(not layer.reshard for layer in layers) if plan.degrees.sharded_over > 1 else 0
     label = plan.label
     parts = [label, f"micro-batch {plan.micro_batch} x {plan.num_microbatches}"]

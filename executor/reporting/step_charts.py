@@ -124,7 +124,7 @@ def timeline(facts: Facts) -> tuple[str, str]:
     description = (
         f"{counted(len(played.events), 'pass', 'passes')} of {micro_batches} on {counted(ranks, 'pipeline rank')}"
     )
-    recomputes = any(layer.recompute != "none" for stage in plan.stages for layer in stage.layers)
+    recomputes = any(layer.recompute != "none" for layer in plan.layers)
     backward = ("backward of inputs" if zero_bubble else "backward") + (", with recompute" if recomputes else "")
     names = _PASS_NAMES | {"backward": backward}
     told = json.dumps(_told_of_passes(facts, names, zero_bubble))

@@ -304,7 +304,7 @@ def _smaller(
 
 
 def _of_plan(plan: Plan, numbers: Sequence[int]) -> list[LayerPlan]:
-    layers = [layer for stage in plan.stages for layer in stage.layers]
+    layers = plan.layers
     return [layers[i] for i in numbers]
 
 

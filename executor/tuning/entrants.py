@@ -130,7 +130,7 @@ class Pool:
 def _name(plan: Plan) -> str:
     """As in "FSDP 8, micro-batch 4"; with what distinguishes variants of a layout."""
     words = [plan.label, f"micro-batch {plan.micro_batch}"]
-    kinds = {layer.recompute for stage in plan.stages for layer in stage.layers} - {"none"}
+    kinds = {layer.recompute for layer in plan.layers} - {"none"}
     words += [f"{kind} recompute" for kind in sorted(kinds)]
     return ", ".join(words)
 

@@ -16,7 +16,7 @@ from ...profiler.machine.units import format_bytes
 from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import Estimate, estimate
 from ..plan.document import Alternative, Degrees, Plan, Stage, WeighedLayers, WeighedLayout
-from ..plan.layer_counts import blocks_of, layers_of_plan
+from ..plan.layer_counts import blocks_of
 from ..plan.making import make_plan, shape_of
 from ..plan.not_run import priced_mark
 from ..plan.shape import Cuts, LayerOption, Shape
@@ -90,7 +90,7 @@ def _needs(other: Plan, plan: Plan) -> Iterable[str]:
 
 def _recomputed(plan: Plan) -> str:
     """How many of a plan's blocks recompute, as "10 of 32 layers"; of other layers, where no block does; "": none."""
-    for layers in (blocks_of(plan), layers_of_plan(plan)):
+    for layers in (blocks_of(plan), plan.layers):
         again = sum(layer.recompute != "none" for layer in layers)
         if again:
             return f"{again} of {len(layers)} layers"

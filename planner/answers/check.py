@@ -85,7 +85,7 @@ def _structure(plan: Plan) -> list[str]:
 def _consistent(plan: Plan) -> list[str]:
     """Choices that do not go together."""
     found = []
-    layers = [layer for stage in plan.stages for layer in stage.layers]
+    layers = plan.layers
     if plan.schedule in ZERO_BUBBLE and any(layer.recompute != "none" for layer in layers):
         found.append(
             f"{plan.schedule} does a backward in two parts, each of which would recompute a layer again; "
@@ -123,7 +123,7 @@ def _covers(plan: Plan, profile: ModelProfile) -> list[str]:
         for name in {name for layer in stage.layers for name in layer.parameters}:
             if seen.setdefault(name, index) != index:
                 return [f"parameter {name} is read on stages {seen[name]} and {index}; it can only live on one"]
-    planned = [(layer.name, layer.layer_class) for stage in plan.stages for layer in stage.layers]
+    planned = [(layer.name, layer.layer_class) for layer in plan.layers]
     expected = [(layer.name, profile.classes[layer.layer_class].name) for layer in profile.layers]
     if planned == expected:
         return []
@@ -166,7 +166,7 @@ def _runs(plan: Plan, profile: ModelProfile) -> list[str]:
     if plan.schedule in ZERO_BUBBLE:
         rules.append(zero_bubble_rule(profile, plan.training))
     rules.append(micro_batch_rule(profile, degrees.data, plan.num_microbatches, pinned=True))
-    planned = (layer for stage in plan.stages for layer in stage.layers)
+    planned = plan.layers
     for layer, seen in zip(planned, profile.layers, strict=False):
         if layer.recompute != "none" and not can_recompute(profile, seen):
             rules.append(f"layer {layer.name} is not one module, or what goes into it is written over: no recompute")
@@ -175,7 +175,7 @@ def _runs(plan: Plan, profile: ModelProfile) -> list[str]:
 
 def _unknown_parts(plan: Plan, profile: ModelProfile) -> list[str]:
     rules = []
-    planned = (layer for stage in plan.stages for layer in stage.layers)
+    planned = plan.layers
     for layer, seen in zip(planned, profile.layers, strict=False):
         layer_class = profile.classes[seen.layer_class]
         unknown = unknown_parts(layer_class, layer.recompute)

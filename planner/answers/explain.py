@@ -109,7 +109,7 @@ def reason(plan: Plan, found: Estimate, replicas: Verdict | None = None) -> str:
             "the optimizer is in host memory, as was asked for; its step and the way there cost "
             f"{found.breakdown['optimizer'] / found.step_time_s:.0%}"
         )
-    if any(layer.offload for stage in plan.stages for layer in stage.layers):
+    if any(layer.offload for layer in plan.layers):
         waited = found.breakdown.get("offload", 0.0) / found.step_time_s
         reasons.append(f"what layers keep for backward is in host memory to fit, and waiting for it costs {waited:.0%}")
     if not reasons and degrees.num_devices == 1:

@@ -167,7 +167,7 @@ def explain_infeasible(explorer: Explorer, pins: Pins, searched: Outcome | None)
 
 def _recomputed(plan: Plan) -> str:
     """How much of a leanest plan is run again, in a word."""
-    return "everything" if any(layer.recompute != "none" for s in plan.stages for layer in s.layers) else "nothing"
+    return "everything" if any(layer.recompute != "none" for layer in plan.layers) else "nothing"
 
 
 def _changes(explorer: Explorer, pins: Pins, smallest: Fewest, closest: Closest) -> Iterator[str]:

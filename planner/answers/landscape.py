@@ -109,7 +109,7 @@ def _neighbours(plan: Plan) -> Iterator[Pins]:
     """Other tensor degrees within a host and pipeline degrees, those that differ least from the plan's first; shards
     over all data ranks, over those of a host, and none."""
     per_host, count = plan.cluster.devices_per_host, plan.degrees.num_devices
-    layers = sum(len(stage.layers) for stage in plan.stages)
+    layers = len(plan.layers)
     pairs = [
         (tensor, pipeline)
         for tensor in divisors(per_host)

@@ -363,7 +363,7 @@ def _follow(explorer: Explorer, rule: RuleOfThumb, deadline: float) -> _Priced |
 
 def is_allowed(model: CostModel, pins: Pins, plan: Plan) -> bool:
     """Whether a plan agrees with what is pinned."""
-    layers = [layer for stage in plan.stages for layer in stage.layers]
+    layers = plan.layers
     wanted = [layer.recompute if pins.recompute is None else model.pinned(kind, pins.recompute)
               for layer, kind in zip(layers, model.kinds, strict=True)]  # fmt: skip
     if pins.framework is not None or [layer.recompute for layer in layers] != wanted:

@@ -20,7 +20,7 @@ def simplicity(plan: Plan, found: Estimate) -> tuple[float, ...]:
 
 def machinery(plan: Plan) -> tuple[int, ...]:
     """What makes a plan simple or not, memory apart, in the order of `simplicity`."""
-    degrees, layers = plan.degrees, [layer for stage in plan.stages for layer in stage.layers]
+    degrees, layers = plan.degrees, plan.layers
     kinds = (degrees.data_replicate, degrees.sharded_over, degrees.tensor, degrees.context, degrees.expert)
     used = [axis for axis in plan.mesh_axes if degrees.of(axis) > 1]
     return (

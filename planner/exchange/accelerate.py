@@ -13,7 +13,6 @@ from .deepspeed import read_deepspeed
 from .export_notes import (
     Settings,
     kept_note,
-    layers_of,
     order_note,
     ordered,
     recomputed_blocks,
@@ -136,7 +135,7 @@ def accelerate_settings(plan: Plan, notes: list[str]) -> Settings:
             )
         if degrees.data_replicate > 1:
             document["distributed_type"] = "MULTI_GPU"
-        if any(layer.recompute != "none" for layer in layers_of(plan)):
+        if any(layer.recompute != "none" for layer in plan.layers):
             notes.append("recompute is said in the script: model.gradient_checkpointing_enable()")
         return document
     if plan.gradient_sync == "every" and plan.num_microbatches > 1:
@@ -145,7 +144,7 @@ def accelerate_settings(plan: Plan, notes: list[str]) -> Settings:
             f"num_steps={plan.num_microbatches}, sync_each_batch=True); without it they stay unsharded, which takes "
             "more memory than the plan"
         )
-    row = block_row(layers_of(plan)) or BlockRow(0, len(layers_of(plan)), 0)
+    row = block_row(plan.layers) or BlockRow(0, len(plan.layers), 0)
     kind, counts, sizes = recomputed_blocks(plan, row, "accelerate", notes)
     if kind in ("attention", "selective"):
         raise ValueError(
@@ -158,7 +157,7 @@ def accelerate_settings(plan: Plan, notes: list[str]) -> Settings:
         )
     if stage == 3:
         notes += kept_note(plan, "accelerate")
-    wrapped = [layer for place, layer in enumerate(layers_of(plan)) if row.holds(place) and layer.root]
+    wrapped = [layer for place, layer in enumerate(plan.layers) if row.holds(place) and layer.root]
     document["fsdp_config"] = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": stage == 3,

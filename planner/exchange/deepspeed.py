@@ -9,7 +9,6 @@ from ..plan.training import Precision
 from .export_notes import (
     Settings,
     kept_note,
-    layers_of,
     order_note,
     ordered,
     refuse_pipeline,
@@ -102,12 +101,12 @@ def deepspeed_settings(plan: Plan, notes: list[str]) -> Settings:
         document[training.precision] = {"enabled": True}
     if degrees.tensor > 1:
         document["tensor_parallel"] = {"autotp_size": degrees.tensor}
-    row = block_row(layers_of(plan)) or BlockRow(0, len(layers_of(plan)), 0)
-    recomputes = {layer.recompute for place, layer in enumerate(layers_of(plan)) if row.holds(place)}
+    row = block_row(plan.layers) or BlockRow(0, len(plan.layers), 0)
+    recomputes = {layer.recompute for place, layer in enumerate(plan.layers) if row.holds(place)}
     if recomputes != {"none"}:
-        counted = sum(layer.recompute != "none" for layer in layers_of(plan))
+        counted = sum(layer.recompute != "none" for layer in plan.layers)
         notes.append(
-            f"recompute ({', '.join(sorted(recomputes - {'none'}))} in {counted} of {len(layers_of(plan))} layers) is "
+            f"recompute ({', '.join(sorted(recomputes - {'none'}))} in {counted} of {len(plan.layers)} layers) is "
             "said in the script: model.gradient_checkpointing_enable() does it for all blocks; without it, it "
             "takes more memory than the plan"
         )

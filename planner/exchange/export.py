@@ -17,7 +17,7 @@ from ..plan.document import Plan, parts_in_words, parts_of
 from ..plan.frameworks import FRAMEWORKS
 from .accelerate import accelerate_settings
 from .deepspeed import deepspeed_settings
-from .export_notes import Settings, layers_of
+from .export_notes import Settings
 from .megatron import megatron_words
 from .targets import NAMES, TARGETS, VERSIONS, Target
 from .torchtitan import torchtitan_words
@@ -69,13 +69,13 @@ def export(plan: Plan, target: str) -> Export:
 
 def _refuse_everywhere(plan: Plan, target: Target) -> None:
     name = NAMES[target]
-    of_parts = [layer.recompute for layer in layers_of(plan) if parts_of(layer.recompute)]
+    of_parts = [layer.recompute for layer in plan.layers if parts_of(layer.recompute)]
     if of_parts and target != "megatron":
         raise ValueError(
             f"{len(of_parts)} layers recompute parts of themselves ({parts_in_words(of_parts[0])}), which no option of "
             f"{name} says: plan with --pin recompute=full"
         )
-    offloaded = sum(layer.offload for layer in layers_of(plan))
+    offloaded = sum(layer.offload for layer in plan.layers)
     if offloaded:
         raise ValueError(
             f"{offloaded} layers keep their activations on the host, which no flag of {name} says layer by layer: "

@@ -4,15 +4,10 @@ from collections import Counter
 from typing import Any, Literal
 
 from ..plan.block_row import BlockRow, block_row
-from ..plan.document import AXES, Axis, LayerPlan, Plan, Recompute, parts_in_words
+from ..plan.document import AXES, Axis, Plan, Recompute, parts_in_words
 from .targets import NAMES, Target
 
 Settings = dict[str, Any]
-
-
-def layers_of(plan: Plan) -> list[LayerPlan]:
-    """All layers, in the order of the chain."""
-    return [layer for stage in plan.stages for layer in stage.layers]
 
 
 def with_sharded_optimizer(plan: Plan) -> str:
@@ -33,7 +28,7 @@ def refuse_pipeline(plan: Plan, target: Target) -> None:
 
 def row_of(plan: Plan, target: Target) -> BlockRow:
     """The plan's row of blocks. Raises ValueError for a model that is none."""
-    row = block_row(layers_of(plan))
+    row = block_row(plan.layers)
     if row is None:
         raise ValueError(
             f"{plan.model.name} is no single row of numbered blocks, which is what {NAMES[target]} builds; export to "
@@ -88,9 +83,9 @@ def recomputed_blocks(
 
 def kept_note(plan: Plan, target: Target) -> list[str]:
     """That some layers keep their parameters gathered, for targets in which all give them back."""
-    kept = sum(not layer.reshard for layer in layers_of(plan) if layer.parameters)
+    kept = sum(not layer.reshard for layer in plan.layers if layer.parameters)
     return [
-        f"{kept} of {len(layers_of(plan))} layers keep their parameters gathered in the plan; {NAMES[target]} gives "
+        f"{kept} of {len(plan.layers)} layers keep their parameters gathered in the plan; {NAMES[target]} gives "
         "all back: less memory, more time"
     ] * (kept > 0 and plan.zero_stage == 3)
 
@@ -121,7 +116,7 @@ def whole_layers_notes(plan: Plan) -> list[str]:
     if plan.degrees.tensor == 1:
         return []
     cut = {c.name for c in plan.classes if c.cuts}
-    whole = [layer.name for layer in layers_of(plan) if layer.parameters and layer.layer_class not in cut]
+    whole = [layer.name for layer in plan.layers if layer.parameters and layer.layer_class not in cut]
     some = ", ".join(whole) if len(whole) <= _MANY else f"{', '.join(whole[:_MANY])} and {len(whole) - _MANY} more"
     notes = [
         f"{some} stay whole in the plan, on each of {plan.degrees.tensor} tensor ranks; the target may cut them: less "
@@ -158,4 +153,4 @@ def _roots_without(plan: Plan, kind: Literal["attention", "mlp"]) -> list[str]:
     """Modules of the layers whose cuts, of attention or feed-forward, are all of the other kind."""
     inner = {c.name: {cut.kind for cut in c.cuts} & {"attention", "mlp"} for c in plan.classes}
     others = {name for name, kinds in inner.items() if kinds and kind not in kinds}
-    return [layer.root for layer in layers_of(plan) if layer.layer_class in others and layer.root]
+    return [layer.root for layer in plan.layers if layer.layer_class in others and layer.root]

@@ -13,7 +13,6 @@ from ..plan.training import Precision
 from .export_notes import (
     blocks_by_stage,
     kept_note,
-    layers_of,
     order_note,
     ordered,
     recomputed_blocks,
@@ -261,7 +260,7 @@ def _recompute(plan: Plan, row: BlockRow, notes: list[str]) -> list[str]:
 def _module_of(plan: Plan, row: BlockRow, recompute: Recompute) -> str:
     """What --recompute-modules calls the part that is recomputed. Raises ValueError where it has no name."""
     named = parts_of(recompute)
-    blocks = [layer for place, layer in enumerate(layers_of(plan)) if row.holds(place)]
+    blocks = [layer for place, layer in enumerate(plan.layers) if row.holds(place)]
     routed = [any(f"{bank}.".startswith(f"{x.root}.{named[0]}.") for bank in plan.model.expert_modules) for x in blocks]
     if len(named) > 1 or named[0] not in FEED_FORWARD or len(set(routed)) > 1:
         why = "dense in some blocks and of experts in others" if len(set(routed)) > 1 else "not the feed-forward alone"

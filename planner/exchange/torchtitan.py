@@ -11,7 +11,6 @@ from ..plan.training import Precision
 from .export_notes import (
     blocks_by_stage,
     kept_note,
-    layers_of,
     order_note,
     ordered,
     recomputed_blocks,
@@ -178,7 +177,7 @@ def _expert_notes(plan: Plan) -> list[str]:
 
 def _reshard(plan: Plan, notes: list[str]) -> str:
     """always, never, or default: without a pipeline all but what comes after the blocks."""
-    layers, row = layers_of(plan), block_row(layers_of(plan))
+    layers, row = plan.layers, block_row(plan.layers)
     reshards = [layer.reshard for layer in layers]
     if not any(reshards):
         return "never"
@@ -191,7 +190,7 @@ def _reshard(plan: Plan, notes: list[str]) -> str:
 
 
 def _recompute(plan: Plan, notes: list[str]) -> str:
-    row = block_row(layers_of(plan)) or BlockRow(0, len(layers_of(plan)), 0)
+    row = block_row(plan.layers) or BlockRow(0, len(plan.layers), 0)
     kind, counts, sizes = recomputed_blocks(plan, row, "torchtitan", notes)
     if kind == "attention":
         raise ValueError(
@@ -209,7 +208,7 @@ def _recompute(plan: Plan, notes: list[str]) -> str:
 
 def _model_parts(plan: Plan, notes: list[str]) -> list[str]:
     """Modules of each stage, with commas between them: torchtitan's own names where the model is one row of blocks."""
-    row = block_row(layers_of(plan))
+    row = block_row(plan.layers)
     if row is None:
         parts = [[name for layer in stage.layers for name in layer.modules] for stage in plan.stages]
         deep = next((name for part in parts for name in part if name.count(".") > 1), None)

@@ -390,7 +390,7 @@ class Plan(Document):
     def _check_layers(self) -> None:
         """Raises ValueError unless the stages hold the model's layers, each once and in order, and its tensors are of
         layers that there are."""
-        held = tuple(dict.fromkeys(name for stage in self.stages for layer in stage.layers for name in layer.modules))
+        held = tuple(dict.fromkeys(name for layer in self.layers for name in layer.modules))
         if held != self.model.layer_modules:
             pairs = zip(held, self.model.layer_modules, strict=False)
             place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(held), len(self.model.layer_modules)))
@@ -399,7 +399,7 @@ class Plan(Document):
                 f"the stages do not hold the model's modules in its order: number {place} is "
                 f"{next(iter(held[place:]), 'missing')}, and the model has {expected} there"
             )
-        layers = sum(len(stage.layers) for stage in self.stages)
+        layers = len(self.layers)
         for number, tensor in enumerate(self.model.tensors):
             check_crossing(number, tensor, layers, len(self.model.tensors))
         ranks = self.degrees.pipeline
@@ -428,6 +428,11 @@ class Plan(Document):
         """How a layer class is cut; an empty ClassPlan if it stays whole."""
         return next((c for c in self.classes if c.name == name), ClassPlan(name=name))
 
+    @property
+    def layers(self) -> list[LayerPlan]:
+        """All layers, in the order of the chain."""
+        return [layer for stage in self.stages for layer in stage.layers]
+
     def stages_of(self, position: int) -> tuple[int, ...]:
         """Stages that a pipeline coordinate holds, in the order of its chunks."""
         degrees = self.degrees
@@ -443,7 +448,7 @@ class Plan(Document):
         """What data ranks share: 0 nothing, 1 optimizer state, 2 gradients, too, 3 parameters, too (FSDP)."""
         if self.degrees.sharded_over == 1:
             return 0
-        if any(layer.reshard for stage in self.stages for layer in stage.layers):
+        if any(layer.reshard for layer in self.layers):
             return 3
         return 2 if self.gradient_sync == "every" else 1
 

@@ -98,7 +98,7 @@ class Framework:
 
     def as_told(self, plan: Plan, count: int) -> Plan:
         """The plan in which the first `count` blocks of each stage recompute, and nothing else."""
-        row, place, stages = block_row([layer for stage in plan.stages for layer in stage.layers]), 0, []
+        row, place, stages = block_row(plan.layers), 0, []
         for stage in plan.stages:
             left, layers = count, []
             for at, layer in enumerate(stage.layers, place):

@@ -6,15 +6,10 @@ from collections.abc import Iterable
 from .document import LayerPlan, Plan, Recompute, parts_of
 
 
-def layers_of_plan(plan: Plan) -> list[LayerPlan]:
-    """All layers, in order."""
-    return [layer for stage in plan.stages for layer in stage.layers]
-
-
 def blocks_of(plan: Plan) -> list[LayerPlan]:
     """The layers that people count as a model's: those of a module of which there are several, of whatever sizes; all,
     where each is another."""
-    layers = layers_of_plan(plan)
+    layers = plan.layers
     sizes = Counter(_module(layer) for layer in layers)
     return [layer for layer in layers if sizes[_module(layer)] > 1] or layers
 
@@ -38,13 +33,13 @@ def recompute_shares(plan: Plan, kinds: Iterable[Recompute]) -> dict[Recompute, 
 
 def parts_kinds(plan: Plan) -> list[Recompute]:
     """The recomputes of submodules that the plan has, each once."""
-    return list(dict.fromkeys(layer.recompute for layer in layers_of_plan(plan) if parts_of(layer.recompute)))
+    return list(dict.fromkeys(layer.recompute for layer in plan.layers if parts_of(layer.recompute)))
 
 
 def _share(plan: Plan, kind: Recompute) -> str:
     blocks = blocks_of(plan)
     among = sum(layer.recompute == kind for layer in blocks)
-    in_all = sum(layer.recompute == kind for layer in layers_of_plan(plan))
+    in_all = sum(layer.recompute == kind for layer in plan.layers)
     if not in_all:
         return ""
     if not among:

@@ -102,7 +102,7 @@ def shape_of(plan: Plan) -> Shape:
         schedule=plan.schedule,
         virtual_stages=plan.degrees.virtual_stages,
         gradient_sync=plan.gradient_sync,
-        reshard=plan.degrees.pipeline > 1 and any(layer.reshard for stage in plan.stages for layer in stage.layers),
+        reshard=plan.degrees.pipeline > 1 and any(layer.reshard for layer in plan.layers),
         mesh_axes=plan.mesh_axes,
         context=plan.degrees.context,
         context_kind=plan.context_kind,

@@ -372,6 +372,6 @@ def setup_words(plan: Plan) -> list[str]:
         words.append("sp=on" if plan.sequence_parallel else "sp=off")
     words.append(f"mb={plan.micro_batch}")
     words += [f"schedule={plan.schedule}"] if degrees.pipeline > 1 else []
-    modules = [layer for stage in plan.stages for layer in stage.layers if layer.modules == (layer.root,)]
+    modules = [layer for layer in plan.layers if layer.modules == (layer.root,)]
     kinds = {layer.recompute for layer in modules}
     return [*words, f"recompute={kinds.pop()}"] if len(kinds) == 1 else words

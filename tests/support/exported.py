@@ -98,9 +98,7 @@ def layout_of(found: Export, plan: Plan, model: ModelProfile = PROFILE) -> Layou
 def read_back(found: Export, plan: Plan, model: ModelProfile = PROFILE) -> Plan:
     """An export as a plan again; what its target says in a script is taken from the plan."""
     layout = layout_of(found, plan, model)
-    kind = layout.recompute or next(
-        (x.recompute for s in plan.stages for x in s.layers if x.recompute != "none"), "none"
-    )
+    kind = layout.recompute or next((x.recompute for x in plan.layers if x.recompute != "none"), "none")
     size = layout.micro_batch or plan.micro_batch
     return plan_of(layout, model, plan.cluster, plan.training, size, kind)
 
