@@ -136,12 +136,12 @@ def test_what_is_shown_are_other_families_each_once_and_none_of_them_has_a_faste
 
 
 def test_what_an_alternative_would_trade_are_its_own_memory_and_kinds(case: _Case) -> None:
-    peak = max(stage.device_bytes for stage in case.result.estimate.memory)
+    peak = case.result.estimate.peak_device_bytes
     for each in case.result.alternatives:
         traded = trade(each, case.result.plan, case.result.estimate)
         if traded is None or each.plan is None or each.estimate is None:
             continue
-        assert traded.more_bytes == max(stage.device_bytes for stage in each.estimate.memory) - peak
+        assert traded.more_bytes == each.estimate.peak_device_bytes - peak
         pipelines = each.plan.degrees.pipeline > 1, case.result.plan.degrees.pipeline > 1
         words = {(True, False): "with a pipeline", (False, True): "without a pipeline"}
         assert (words.get(pipelines) in traded.needs) == (pipelines in words)

@@ -46,7 +46,7 @@ def first_layers(plan: Plan) -> tuple[int, ...]:
 def test_the_best_options_of_given_cuts_are_those_of_all_plans(schedule: Schedule, seed: int, share: float) -> None:
     ample = chunked_instance(seed, schedule, 1e12, num_layers=SHORT)
     priced = [estimate(plan, ample.profile) for plan in every_plan(ample)]
-    used = sorted(max(stage.device_bytes for stage in found.memory) for found in priced)
+    used = sorted(found.peak_device_bytes for found in priced)
     asked = chunked_instance(seed, schedule, share * used[len(used) // 2], num_layers=SHORT)
     explorer = Explorer(asked.profile, asked.cluster, asked.training)
     expected: dict[tuple[Shape, tuple[int, ...]], float] = {}

@@ -553,7 +553,7 @@ def test_a_stage_whose_optimizer_step_does_not_fit_is_no_answer() -> None:
     model = profile([layer_class("wide", 1e12, 50_000_000, saved=2e3, inputs=1e3)], [0] * 4, crossing=1e3)
     training = TrainingSpec(global_batch=4, seq_len=64, precision="fp32", memory_margin=0.0)
     roomy = search(model, cluster(1, 2), training, pins=Pins(pipeline=2))
-    needed = max(stage.device_bytes for stage in roomy.estimate.memory)
+    needed = roomy.estimate.peak_device_bytes
 
     with pytest.raises(InfeasibleError):
         search(model, cluster(1, 2, device(memory=0.99 * needed)), training, pins=Pins(pipeline=2))

@@ -7,7 +7,6 @@ from ...planner.answers.candidate import Candidate
 from ...planner.answers.explain import CAUSES
 from ...planner.answers.sensitivity import Shift
 from ...planner.answers.verdict import VerdictKind
-from ...planner.cost.estimate import Estimate
 from ...profiler.machine.units import GIB, counted, format_bytes, format_change, format_seconds
 from .drawing import CAUSE_COLOURS, WIDTH, colour_of, cut, figure, legend, line, nice_step, rect, tag, text, ticks
 from .report_facts import Facts, front
@@ -22,8 +21,8 @@ def scatter(facts: Facts) -> str:
     """Step time against memory of the fullest GPU: the plan, what people usually try, and other layouts."""
     found = facts.estimate
     priced = [c for c in (*facts.alternatives, *facts.others) if c.estimate is not None and c.plan is not None]
-    mine = (_peak(found), found.step_time_s)
-    points = [mine, *((_peak(c.estimate), c.seconds) for c in priced if c.estimate is not None)]
+    mine = (found.peak_device_bytes, found.step_time_s)
+    points = [mine, *((c.estimate.peak_device_bytes, c.seconds) for c in priced if c.estimate is not None)]
     slowest = 4 * found.step_time_s
     shown = [i for i, (_, seconds) in enumerate(points) if seconds <= slowest]
     budget = max(stage.budget_bytes for stage in found.memory)
@@ -87,12 +86,8 @@ def scatter(facts: Facts) -> str:
 
 def _tip(candidate: Candidate) -> str:
     assert candidate.estimate is not None
-    figures = f"{format_seconds(candidate.seconds)}, {format_bytes(_peak(candidate.estimate))}"
+    figures = f"{format_seconds(candidate.seconds)}, {format_bytes(candidate.estimate.peak_device_bytes)}"
     return f"{candidate.label}|{figures}|{candidate.verdict}"
-
-
-def _peak(found: Estimate) -> float:
-    return max(stage.device_bytes for stage in found.memory)
 
 
 def _labels(points: Sequence[_Named], others: Sequence[_Point], room: _Box) -> list[str]:

@@ -403,7 +403,7 @@ def comparison_rows(
             f"{found.step_time_s / reference:.2f}x",
             format_count(found.tokens_per_s),
             f"{found.mfu:.1%}",
-            f"{max(stage.device_bytes for stage in found.memory) / GIB:.1f}",
+            f"{found.peak_device_bytes / GIB:.1f}",
         ]
         if price_per_hour is not None:
             hourly = price_per_hour * c.plan.degrees.num_devices

@@ -61,7 +61,7 @@ def sweep_rows(points: Sequence[Point], price_per_hour: float | None) -> tuple[l
             format_count(found.tokens_per_s),
             format_count(found.tokens_per_s / point.num_devices),
             f"{found.mfu:.1%}",
-            f"{max(stage.device_bytes for stage in found.memory) / GIB:.1f}",
+            f"{found.peak_device_bytes / GIB:.1f}",
         ]
         if price_per_hour is not None:
             cells.append(f"{point.cost_per_million(price_per_hour):,.3g}")
@@ -105,7 +105,7 @@ def _point_document(point: Point, price_per_hour: float | None) -> dict[str, Any
         "step_time_s": estimate.step_time_s,
         "tokens_per_s": estimate.tokens_per_s,
         "mfu": estimate.mfu,
-        "device_bytes": max(stage.device_bytes for stage in estimate.memory),
+        "device_bytes": estimate.peak_device_bytes,
         "dollars_per_million": None if price_per_hour is None else point.cost_per_million(price_per_hour),
         "status": certificate.status,
     }

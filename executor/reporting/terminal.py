@@ -629,6 +629,6 @@ def _candidate_cells(candidate: "Candidate") -> tuple[Text, str, str, Text]:
     step, gib = "-", "-"
     if candidate.estimate is not None:
         step = format_seconds(candidate.estimate.step_time_s)
-        gib = _gib(max(stage.device_bytes for stage in candidate.estimate.memory))
+        gib = _gib(candidate.estimate.peak_device_bytes)
     style = "green" if chosen else "dim" if lost else "default"
     return Text(candidate.label, style=style), step, gib, Text(str(candidate.verdict), style=style)

@@ -71,7 +71,7 @@ def trade(candidate: Candidate, plan: Plan, found: Estimate) -> Trade | None:
     if candidate.plan is None or candidate.estimate is None or candidate.verdict.kind is VerdictKind.PLAN:
         return None
     fullest = max(found.memory, key=lambda stage: stage.device_bytes)
-    more = _peak_bytes(candidate.estimate) - fullest.device_bytes
+    more = candidate.estimate.peak_device_bytes - fullest.device_bytes
     return Trade(more, fullest.budget_bytes, tuple(_needs(candidate.plan, plan)))
 
 
@@ -150,13 +150,9 @@ def _kept(candidate: Candidate, cluster: ClusterSpec) -> Alternative:
         stage=verdict.stage,
         over_bytes=verdict.over_bytes,
         step_time_s=None if found is None else found.step_time_s,
-        device_bytes=None if found is None else _peak_bytes(found),
+        device_bytes=None if found is None else found.peak_device_bytes,
         layout=None if candidate.plan is None else _layout(candidate.plan, cluster),
     )
-
-
-def _peak_bytes(found: Estimate) -> float:
-    return max(stage.device_bytes for stage in found.memory)
 
 
 def _layout(plan: Plan, cluster: ClusterSpec) -> WeighedLayout:

@@ -56,7 +56,7 @@ def compared(other: Estimate, best: Estimate, why_not: str | None = None) -> Ver
     if abs(ratio) < 0.0005:
         return Verdict(VerdictKind.AS_FAST, ratio=ratio)
     if ratio < 0:
-        needs_more = max(s.device_bytes for s in other.memory) > max(s.device_bytes for s in best.memory)
+        needs_more = other.peak_device_bytes > best.peak_device_bytes
         simpler = "less simple or with less memory to spare" if needs_more else "less simple"
         return Verdict(VerdictKind.FASTER, why_not or simpler, ratio)
     return Verdict(VerdictKind.SLOWER, _trade(other, best), ratio)

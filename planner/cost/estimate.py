@@ -80,6 +80,11 @@ class Estimate(Frozen):
         """Whether every stage stays within its budget."""
         return all(stage.over_bytes <= 0 for stage in self.memory)
 
+    @property
+    def peak_device_bytes(self) -> float:
+        """Peak memory of the GPU that takes most, with context and communicators."""
+        return max(stage.device_bytes for stage in self.memory)
+
     def __rich__(self) -> object:
         """A table for rich's print."""
         return self._table().rich()
