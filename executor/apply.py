@@ -26,6 +26,7 @@ from .parallel.context import ContextParallel
 from .parallel.expert import HeldExperts, shard_experts, spread_experts
 from .parallel.float8 import linear_in_float8
 from .parallel.mesh import Mechanism, RankMesh, mechanism
+from .parallel.micro_batches import Loss
 from .parallel.offload import offload
 from .parallel.recompute import check_recompute, recompute
 from .parallel.rehearsal import Rehearsal
@@ -34,8 +35,6 @@ from .parallel.tensor import apply_tensor_parallel
 from .parallel.tensor_layout import ParameterCut, TensorLayout
 from .state.initialise import BUILD_LIMIT_BYTES, Materialiser, Values, initial_values, model_bytes
 from .torch_compat import gather_before_any_backward, solid
-
-Loss = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass

@@ -15,10 +15,10 @@ from ..planner.plan.document import Plan
 from ..profiler.model.building import in_evaluation
 from ..profiler.semantics.logit_shards import LogitShards
 from ..profiler.semantics.token_marks import Held, Share, mark_of
-from .apply import AppliedModel, Loss
+from .apply import AppliedModel
 from .parallel.context_attention import own_spans
 from .parallel.mesh import RankMesh
-from .parallel.micro_batches import MicroBatch, loss_of
+from .parallel.micro_batches import Loss, MicroBatch, loss_of
 from .parallel.stage_module import StageModule, stages_in
 
 Metric = Callable[[Any, Any], torch.Tensor | float]

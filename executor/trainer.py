@@ -35,7 +35,7 @@ from .agreement import (
     mark_of_share,
     peers_answer,
 )
-from .apply import AppliedModel, Loss, apply_plan, build_on_meta, plain
+from .apply import AppliedModel, apply_plan, build_on_meta, plain
 from .bookmarks import Bookmark, Bookmarks
 from .evaluation import ForwardResults, Forwards, Means, Metric, evaluating, joined_samples, with_loss
 from .export_weights import export_model
@@ -57,6 +57,7 @@ from .parallel.float8 import check_float8
 from .parallel.gradients import Gradients, forget_gradients
 from .parallel.mesh import RankMesh, check_world_size, connect
 from .parallel.micro_batches import (
+    Loss,
     Scale,
     check_length,
     loss_of,

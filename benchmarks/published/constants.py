@@ -8,8 +8,8 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 from meshwright.planner.cost import compute_cost, crossing_cost, software
-from meshwright.planner.cost.compute_cost import LOW_PRECISIONS
 from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.training import LOW_PRECISIONS
 from meshwright.profiler.machine.cluster import ClusterSpec, Device, HostGroup, Link
 
 Where = Literal["device", "software", "link", "omni-path", "module"]

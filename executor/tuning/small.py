@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ...planner.answers.search import SearchResult
 from ...planner.cost.alone import composed_step_s, kernels_s
 from ...planner.cost.estimate import Estimate, estimate
-from ...planner.cost.refit import MeasuredStep, hosts_with
+from ...planner.cost.refit import COMPUTE, MeasuredStep, hosts_with
 from ...planner.plan.document import MeasuredPlan, Plan
 from ...planner.plan.pins import Pins
 from ...profiler.machine.cluster import ClusterSpec
@@ -34,9 +34,6 @@ from .rounds import (
 
 TURNS_EACH = 3
 """Laps of everything that runs: smaller jobs are measured for the fit, not told apart."""
-
-ALONE = ("matmul", "attention", "memory traffic", "optimizer", "launch")
-"""Constants that a rank without its peers speaks of."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class SmallTuning(Tuning):
         small: ClusterSpec | None,
         profile_without: ProfileWithout,
     ) -> None:
-        knobs = job.knobs or (ALONE if small is None else knobs_of(small))
+        knobs = job.knobs or (COMPUTE if small is None else knobs_of(small))
         super().__init__(replace(job, knobs=knobs), track, record, say)
         self._small, self._profile_without = small, profile_without
         self._uncut: dict[str, str] = {}

@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import Plan
+from ..plan.training import LOW_PRECISIONS
 
 _FILE = Path(__file__).with_name("bands.toml")
-
-_LOW_PRECISIONS = ("fp8", "fp4")
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def time_kind(mixture: bool, precision: str, num_hosts: int) -> str:
     tokens with each expert, is there without that as well.)"""
     parts = (
         "experts" if mixture else "dense",
-        "low precision" if precision in _LOW_PRECISIONS else "16 bit",
+        "low precision" if precision in LOW_PRECISIONS else "16 bit",
         "several hosts" if num_hosts > 1 else "one host",
     )
     return ", ".join(parts)

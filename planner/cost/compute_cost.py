@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ...profiler.machine.cluster import Device, MatmulSample
 from ...profiler.model.model_profile import SELECTIVELY_KEPT, Amount, Costs, OpProfile
 from ..plan.document import Recompute, parts_of
+from ..plan.training import LOW_PRECISIONS
 from .elementwise import Values
 from .host_cost import NOTHING_ISSUED, RECOMPUTED, Issued, sum_of
 from .kept import kept
@@ -46,8 +47,6 @@ operand cast to one of the two, at 0.81 of the bandwidth: 5.5 on H200 and 6.1 on
 B300); 2.6 to 3.4 with scales of steps before, which read once less; 7.0 in nvfp4. In a layer some are fused with what
 comes before (`Software.casts`). Weights are cast once a step, which is not priced: Transformer Engine keeps them from
 the first micro-batch on, torchao casts shards before it gathers them."""
-
-LOW_PRECISIONS = ("fp8", "fp4")
 
 HALVES = ("bf16", "fp16")
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from ...profiler.machine.cluster import Device
 from ...profiler.model.model_profile import Costs, TensorCut
-from .compute_cost import LOW_PRECISIONS, OF_WEIGHTS, Floats, operators_s, table_of
+from ..plan.training import LOW_PRECISIONS
+from .compute_cost import OF_WEIGHTS, Floats, operators_s, table_of
 from .kernels import family_of
 
 

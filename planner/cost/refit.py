@@ -35,7 +35,7 @@ STEP = 0.05
 seen only from afar: a launch counts where it is longer than its kernel."""
 
 COMPUTE = ("matmul", "attention", "memory traffic", "optimizer", "launch")
-"""Constants of what a device computes."""
+"""Constants of what a device computes, of which a rank without its peers speaks, too."""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "p2p")
 

@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError
 
 from ...profiler.document import Frozen, parsed, rule_of
 from ...profiler.machine.cluster import Device, Link
+from ..plan.training import LOW_PRECISIONS
 from .kernels import family_of
 
 _FILE = Path(__file__).with_name("software.toml")
@@ -75,7 +76,7 @@ class StackMemory(Frozen):
         """Share of what the profile says is kept under a recompute that this stack keeps."""
         if recompute == "full":
             return 1.0
-        share = self.activations * (self.low_precision if precision in ("fp8", "fp4") else 1.0)
+        share = self.activations * (self.low_precision if precision in LOW_PRECISIONS else 1.0)
         return share * (self.selective if recompute == "selective" else 1.0)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..plan.block_row import BlockRow, block_row
 from ..plan.document import AXES, Plan
-from ..plan.training import Precision
+from ..plan.training import LOW_PRECISIONS, Precision
 from .export_notes import (
     Settings,
     kept_note,
@@ -68,7 +68,7 @@ def deepspeed_settings(plan: Plan, notes: list[str]) -> Settings:
     DeepSpeed cannot do."""
     degrees, training, stage = plan.degrees, plan.training, plan.zero_stage
     refuse_pipeline(plan, "deepspeed")
-    if training.precision in ("fp8", "fp4"):
+    if training.precision in LOW_PRECISIONS:
         raise ValueError(f"precision {training.precision} is no key of DeepSpeed; plan in bf16")
     if degrees.context > 1 or degrees.expert > 1:
         raise ValueError(

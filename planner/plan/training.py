@@ -15,6 +15,8 @@ COMPILING = "fsdp2-compile"
 
 Precision = Literal["bf16", "fp32", "fp16", "fp8", "fp4"]
 
+LOW_PRECISIONS: tuple[Precision, ...] = ("fp8", "fp4")
+
 EXECUTABLE_PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32", "fp8")
 """What the executor runs today; the rest is priced only."""
 
