@@ -99,7 +99,7 @@ KEYS = {"": _KEYS, "fsdp_config": _FSDP_KEYS, "parallelism_config": _PARALLELISM
 def accelerate_settings(plan: Plan, notes: list[str]) -> Settings:
     """Accelerate's configuration for a plan; what it does not say is added to the notes. Raises ValueError for what
     Accelerate cannot do."""
-    degrees, training, stage = plan.degrees, plan.training, plan.zero_stage
+    degrees, training = plan.degrees, plan.training
     refuse_pipeline(plan, "accelerate")
     if training.precision == "fp4":
         raise ValueError("precision fp4 is unknown to Accelerate; plan in bf16")
@@ -138,6 +138,16 @@ def accelerate_settings(plan: Plan, notes: list[str]) -> Settings:
         if any(layer.recompute != "none" for layer in plan.layers):
             notes.append("recompute is said in the script: model.gradient_checkpointing_enable()")
         return document
+    document |= _shards(plan, notes)
+    if ordered(plan, plan.mesh_axes) != ordered(plan, AXES):
+        notes.append(order_note(plan, "accelerate"))
+    notes += whole_layers_notes(plan)
+    return document
+
+
+def _shards(plan: Plan, notes: list[str]) -> Settings:
+    """The sections of a plan whose data or context ranks share parameters: FSDP2, and how many ranks each axis has."""
+    degrees, reshards = plan.degrees, plan.zero_stage == 3
     if plan.gradient_sync == "every" and plan.num_microbatches > 1:
         notes.append(
             "gradients are reduced after every micro-batch only if the script says so: GradientAccumulationPlugin("
@@ -155,12 +165,12 @@ def accelerate_settings(plan: Plan, notes: list[str]) -> Settings:
             f"recompute of {sum(counts)} of {sum(sizes)} blocks becomes all of them: Accelerate knows no number; less "
             "memory, more time; plan with --pin recompute=full or none for what it does"
         )
-    if stage == 3:
+    if reshards:
         notes += kept_note(plan, "accelerate")
     wrapped = [layer for place, layer in enumerate(plan.layers) if row.holds(place) and layer.root]
-    document["fsdp_config"] = {
+    fsdp: Settings = {
         "fsdp_version": 2,
-        "fsdp_reshard_after_forward": stage == 3,
+        "fsdp_reshard_after_forward": reshards,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_transformer_layer_cls_to_wrap": ",".join(
             dict.fromkeys(layer.layer_class.partition(".")[0] for layer in wrapped)
@@ -185,11 +195,7 @@ def accelerate_settings(plan: Plan, notes: list[str]) -> Settings:
         parallelism["parallelism_config_cp_comm_strategy"] = exchange
         if plan.context_kind == "ring":
             notes.append("context ranks pass keys and values in a ring in the plan; Accelerate gathers them")
-    document["parallelism_config"] = parallelism
-    if ordered(plan, plan.mesh_axes) != ordered(plan, AXES):
-        notes.append(order_note(plan, "accelerate"))
-    notes += whole_layers_notes(plan)
-    return document
+    return {"fsdp_config": fsdp, "parallelism_config": parallelism}
 
 
 _PRECISIONS: dict[str, Precision] = {"no": "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}

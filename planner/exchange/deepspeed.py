@@ -146,11 +146,7 @@ def read_deepspeed(document: Mapping[str, Any], num_devices: int) -> Layout:
         )
     ignored += unknown_keys(mapping(document, "tensor_parallel"), _TENSOR_KEYS, "deepspeed", "tensor_parallel.")
     zero = mapping(document, "zero_optimization")
-    for key, reason in _ZERO_REFUSED.items():
-        value = zero.get(key)
-        unset = value is None or value is False or (value in (1, -1) and value is not True) or value == {}
-        if not unset and mapping(zero, key).get("device") != "none":
-            raise ValueError(f"zero_optimization.{key}: {reason}")
+    _refuse_in_zero(zero)
     ignored += unknown_keys(zero, {*_ZERO_KEYS, *_ZERO_REFUSED}, "deepspeed", "zero_optimization.")
     stage = number(zero, "stage", 0, least=0)
     if stage > 3:
@@ -163,24 +159,7 @@ def read_deepspeed(document: Mapping[str, Any], num_devices: int) -> Layout:
             "offload: give stage 1 or more, or leave it out"
         )
     data = left_over(num_devices, tensor, "autotp_size")
-    micro, steps, batch = (
-        None if document.get(key) in (None, _AUTO) else number(document, key, 1)
-        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-    )
-    if micro is None and batch is not None and steps is not None:
-        micro, rest = divmod(batch, steps * data)
-        if rest or not micro:
-            raise ValueError(
-                f"train_batch_size {batch} is no multiple of gradient_accumulation_steps x data ranks = {steps} x "
-                f"{data}: change one of them"
-            )
-    if None not in (micro, steps, batch) and (micro or 1) * (steps or 1) * data != batch:
-        raise ValueError(
-            f"train_batch_size {batch} is not train_micro_batch_size_per_gpu x gradient_accumulation_steps x data "
-            f"ranks = {micro} x {steps} x {data}: change one of them"
-        )
-    if micro is not None and batch is None and "gradient_accumulation_steps" not in document:
-        batch = None if document.get("train_batch_size") == _AUTO else micro * data
+    micro, steps, batch = _batch_sizes(document, data)
     precision, asks = _read_precision(document)
     notes = ["activation checkpointing is said in the script: chosen at its best here"]
     if precision == "fp32" and not asks:
@@ -203,6 +182,39 @@ def read_deepspeed(document: Mapping[str, Any], num_devices: int) -> Layout:
         asks=asks,
         defaults=_trainer_rules(document, micro, steps, batch),
     )
+
+
+def _refuse_in_zero(zero: Mapping[str, Any]) -> None:
+    """Raises ValueError for a key of zero_optimization that asks for what is not priced."""
+    for key, reason in _ZERO_REFUSED.items():
+        value = zero.get(key)
+        unset = value is None or value is False or (value in (1, -1) and value is not True) or value == {}
+        if not unset and mapping(zero, key).get("device") != "none":
+            raise ValueError(f"zero_optimization.{key}: {reason}")
+
+
+def _batch_sizes(document: Mapping[str, Any], data: int) -> tuple[int | None, int | None, int | None]:
+    """(samples of a GPU's micro-batch, micro-batches of a step, samples of a step on all GPUs), None for what is left
+    open. data: number of data ranks. Raises ValueError where the first two times `data` are not the third."""
+    micro, steps, batch = (
+        None if document.get(key) in (None, _AUTO) else number(document, key, 1)
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    )
+    if micro is None and batch is not None and steps is not None:
+        micro, rest = divmod(batch, steps * data)
+        if rest or not micro:
+            raise ValueError(
+                f"train_batch_size {batch} is no multiple of gradient_accumulation_steps x data ranks = {steps} x "
+                f"{data}: change one of them"
+            )
+    if None not in (micro, steps, batch) and (micro or 1) * (steps or 1) * data != batch:
+        raise ValueError(
+            f"train_batch_size {batch} is not train_micro_batch_size_per_gpu x gradient_accumulation_steps x data "
+            f"ranks = {micro} x {steps} x {data}: change one of them"
+        )
+    if micro is not None and batch is None and "gradient_accumulation_steps" not in document:
+        batch = None if document.get("train_batch_size") == _AUTO else micro * data
+    return micro, steps, batch
 
 
 def _with_today_s_bf16(document: Mapping[str, Any]) -> Mapping[str, Any]:
