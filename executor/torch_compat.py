@@ -444,14 +444,13 @@ def reduce_gradients(root: FSDPModule) -> None:
     LeanPipelineStage._backward_past_inputs), fully_shard has put those by in the dtype that they are summed in, and
     would raise at the others, which are in the parameters' (seen in 2.13 on T5 with one micro-batch).
     """
-    for unit in cast(nn.Module, root).modules():
-        if isinstance(unit, FSDPModule):
-            for group in _parameter_groups(unit):
-                gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-                if any(p.unsharded_accumulated_grad is not None for p in gathered):
-                    for parameter in gathered:
-                        if parameter.unsharded_accumulated_grad is None:
-                            parameter.to_accumulated_grad_if_needed()
+    units = (unit for unit in cast(nn.Module, root).modules() if isinstance(unit, FSDPModule))
+    for group in (group for unit in units for group in _parameter_groups(unit)):
+        gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+        without = [p for p in gathered if p.unsharded_accumulated_grad is None]
+        if len(without) < len(gathered):
+            for parameter in without:
+                parameter.to_accumulated_grad_if_needed()
     fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 

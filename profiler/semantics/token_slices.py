@@ -462,20 +462,24 @@ def _item(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> An
             place += 1
             continue
         if dim == held.dim:
-            if not isinstance(i, slice):
-                raise _refuse("indexing", "picks single tokens")
-            start, end, step = i.indices(whole[dim])
-            if (start, end, step) != (0, whole[dim], 1):
-                if step != 1 or not held.alone:
-                    raise _refuse("indexing", "picks single tokens")
-                spans, first, last = clipped(held.spans, start, end)
-                mark = Held(place, max(0, end - start), spans)
-                items[n] = slice(first, last)
-            else:
-                mark = held.at(place)
+            items[n], mark = _picked_range(i, held, whole[dim], place)
         place += i.ndim if isinstance(i, torch.Tensor) else 0 if isinstance(i, int) else 1
         dim += 1
     return set_mark(func(x, tuple(items)), mark)
+
+
+def _picked_range(item: Any, held: Held, num_tokens: int, place: int) -> tuple[slice, Held]:
+    """(what an index along the tokens of all ranks picks of those that are held, the mark of the result, which has them
+    along dim `place`). Raises for anything but a range without gaps."""
+    if not isinstance(item, slice):
+        raise _refuse("indexing", "picks single tokens")
+    start, end, step = item.indices(num_tokens)
+    if (start, end, step) == (0, num_tokens, 1):
+        return item, held.at(place)
+    if step != 1 or not held.alone:
+        raise _refuse("indexing", "picks single tokens")
+    spans, first, last = clipped(held.spans, start, end)
+    return slice(first, last), Held(place, max(0, end - start), spans)
 
 
 def _factory(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
