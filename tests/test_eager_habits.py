@@ -1102,6 +1102,32 @@ def _half() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
+class Segments(nn.Module):
+    """Takes what is no padding in one row, and adds up each sample's part of it before its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.middle, self.last = nn.Embedding(50, WIDTH), _linear(), _linear()
+
+    def forward(self, words: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        lengths = mask.sum(1)
+        ends = functional.pad(lengths.cumsum(0), (1, 0))
+        sums = functional.pad(self.middle(self.words(words[mask])).cumsum(0), (0, 0, 1, 0))
+        out: torch.Tensor = self.last((sums[ends[1:]] - sums[ends[:-1]]) / lengths[:, None])
+        return out
+
+
+def test_no_stage_runs_functions_on_a_stand_in_of_another_size_than_the_batch_makes() -> None:
+    def batch(size: int) -> Any:
+        return torch.randint(50, (size, 8)), torch.arange(8) < torch.randint(3, 9, (size, 1)), torch.randn(size, WIDTH)
+
+    profile = trace(habit(Segments, batch=batch))
+
+    assert len(profile.layers) == 3
+    assert "stand-ins of one size" in profile.pipeline_problem
+    assert not legal_cuts(profile)
+
+
 class Holder(nn.Module):
     """Two halves of a layer, and no forward."""
 

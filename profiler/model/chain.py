@@ -411,17 +411,18 @@ def run_first_of_each_class(
 def unlike_crossings(fake: FakeModel, chain: LayerChain, size: int) -> tuple[str, frozenset[Producer]]:
     """(what would cross a cut and is not the same in every run, in words; all such). '' if nothing is seen to: in its
     size by the numbers of the batch, where integers are known by which the model decides, or at all in evaluation.
+    Behind what is of another size nothing crosses: stages would run functions of it on a stand-in of the wrong size.
     All cross none where evaluation writes into parameters, of which a stage has its own alone."""
     if fake.mode is None or len(chain.layers) == 1:
         return "", frozenset()
     told, unlike = "", set[Producer]()
     for draw in range(1, _BATCHES + 1) if fake.knows_layout else ():
         for crossing, seen in _unlike(fake, chain, fake.other_batch(size, draw)):
-            unlike.add(crossing.producer)
+            unlike |= {later.producer for later in chain.crossings if later.made_by >= crossing.made_by}
             told = told or (
                 f"what {crossing.producer.name} returns is {list(crossing.spec.shape)} in one batch of {size} and "
                 f"{list(seen.shape) if seen else 'missing'} in another, by their numbers, and stages exchange tensors "
-                "of one size (pad all batches alike)"
+                "of one size, and have stand-ins of one size for what others have made (pad all batches alike)"
             )
     before = {name: version_of(parameter) for name, parameter in fake.module.named_parameters()}
     with in_evaluation(fake.module):
