@@ -365,6 +365,64 @@ def test_queries_and_keys_that_are_told_apart_late_are_not_cut_as_one() -> None:
     assert "0.out: not cut by tensor parallelism, because slice in the layer takes some of the cut" in profile.notes[0]
 
 
+class _Counting(nn.Module):
+    """Attention of four heads whose scores, or result, a function of them and of the number of heads changes."""
+
+    def __init__(self, scores: Callable[..., torch.Tensor], result: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.heads, self.scores, self.result = 4, scores, result
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y(x).view(*x.shape[:2], self.heads, 8).transpose(1, 2) for y in (self.q, self.k, self.v))
+        y = torch.softmax(self.scores(q @ k.transpose(-1, -2), self.heads), -1) @ v
+        return x + self.out(self.result(y, self.heads).transpose(1, 2).flatten(2))
+
+
+def _same(x: torch.Tensor, heads: int) -> torch.Tensor:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("scores", "result", "why"),
+    [
+        (lambda x, heads: x * heads**0.5, _same, "mul in the layer takes a number that counts what is cut"),
+        (_same, lambda x, heads: x / heads, "div in the layer takes a number that counts what is cut"),
+        (
+            lambda x, heads: x * torch.arange(heads).view(-1, 1, 1),
+            _same,
+            "arange in the layer numbers what is cut, from its beginning on every rank",
+        ),
+        (
+            lambda x, heads: x * torch.full((heads, 1, 1), 0.5, dtype=x.dtype).cumprod(0),
+            _same,
+            "cumprod in the layer would work on a slice of what it reduces",
+        ),
+        (
+            lambda x, heads: x + functional.max_pool3d(x, (3, 1, 1), 1, (1, 0, 0)),
+            _same,
+            "max_pool3d_with_indices in the layer is not known to treat all of what is cut alike",
+        ),
+    ],
+)
+def test_what_counts_heads_or_mixes_neighbours_is_not_cut(
+    scores: Callable[..., torch.Tensor], result: Callable[..., torch.Tensor], why: str
+) -> None:
+    model = nn.Sequential(_Counting(scores, result), _Counting(scores, result), nn.Flatten())
+    profile = trace(load_model(model, batch=lambda size: torch.ones(size, 6, 32), loss=lambda y, batch: y.mean()))
+
+    assert profile.classes[0].cuts == ()
+    assert f"0.out: not cut by tensor parallelism, because {why}" in profile.notes[0]
+
+
+def test_numbers_that_count_something_else_leave_a_cut() -> None:
+    of_others = (lambda x, heads: x / x.shape[-1]), (lambda x, heads: x * x.shape[-1] ** -0.5)
+    model = nn.Sequential(_Counting(*of_others), _Counting(*of_others), nn.Flatten())
+    profile = trace(load_model(model, batch=lambda size: torch.ones(size, 6, 32), loss=lambda y, batch: y.mean()))
+
+    assert [cut.kind for cut in profile.classes[0].cuts] == ["attention"]
+
+
 class _Joined(nn.Module):
     """Two columns whose outputs are joined for one row, as attention and MLP of Flux's single-stream blocks."""
 

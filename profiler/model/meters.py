@@ -81,6 +81,7 @@ class Op:
     moment: int = 0
     """Births and deaths of storages until it had run."""
     arguments: tuple[Any, ...] = field(default=(), repr=False)
+    """All but tensors, those that have a name in a call last."""
 
 
 class Storages:
@@ -219,7 +220,7 @@ class Recorder(Mode):
             op.moved = self._moved(name, inputs, outputs)
             op.shape = product_shape(name, args)
         op.moment = len(self.storages.log)
-        op.arguments = tuple(a for a in args if not isinstance(a, torch.Tensor))
+        op.arguments = tuple(a for a in (*args, *kwargs.values()) if not isinstance(a, torch.Tensor))
         self.ops.append(op)
         return out
 

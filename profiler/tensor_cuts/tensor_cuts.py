@@ -50,6 +50,7 @@ from .tensor_trial import (
     aligned,
     forward_ops,
     leading_problem,
+    number_problem,
     order_problem,
     reduction_problem,
     working,
@@ -407,7 +408,11 @@ class _Probe:
         problem = reduction_problem(whole, trial, set(cut.rows))
         if problem or not cut.rows:
             return problem
-        return leading_problem(self.modules, whole, trial, cut) or order_problem(whole, trial, cut)
+        return (
+            leading_problem(self.modules, whole, trial, cut)
+            or order_problem(whole, trial, cut)
+            or number_problem(whole, trial, set(cut.rows))
+        )
 
     def staying_cut(self, head: TensorCut) -> TensorCut:
         """The cut with an output that stays cut up to the loss, if slices of the classes are enough for that; else as

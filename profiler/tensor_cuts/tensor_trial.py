@@ -90,9 +90,14 @@ _REDUCTIONS = {
     "_safe_softmax",
     "_log_softmax",
     "cumsum",
+    "cumprod",
+    "logcumsumexp",
     "topk",
     "sort",
     "argmax",
+    "argmin",
+    "all",
+    "any",
 }
 _WHOLE_SHAPE = {"convolution", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "batch_norm"}
 _NORMS = {"native_layer_norm", "_fused_rms_norm"}
@@ -142,6 +147,43 @@ def _reduced(op: Op) -> tuple[int, ...]:
     if isinstance(dims, list | tuple) and dims:
         return tuple(shape[dim] for dim in dims)
     return shape
+
+
+_ONE_NUMBER = {"empty", "empty_strided", "zeros", "ones", "full", "scalar_tensor"}
+"""Operators that make a tensor of one number, or of none that is read."""
+
+_EACH_ALONE = {"native_dropout", "bernoulli", "repeat", "roll", "flip", "embedding", "index", "constant_pad_nd"}
+"""Operators beside those of one element that do the same to every feature, in whatever place, or which order_problem
+looks at."""
+
+
+def number_problem(whole: Sequence[Op], cut: Sequence[Op], rows: set[str]) -> str:
+    """An operator that takes another number, or makes other ones, because there is less of what is counted, or of which
+    it is not known that it treats every feature alike: what comes of that is no slice. "" if there is none."""
+    for a, b in zip(whole, cut, strict=True):
+        where = f"in {a.module or 'the layer'}"
+        if (a.kind in ("elementwise", "attention") or a.name in ("full", "fill_")) and _numbers(a) != _numbers(b):
+            return f"because {a.name} {where} takes a number that counts what is cut"
+        made = any(u.shape != v.shape for u, v in zip(a.outputs, b.outputs, strict=True))
+        if not a.inputs and made and a.name not in _ONE_NUMBER:
+            return f"because {a.name} {where} numbers what is cut, from its beginning on every rank"
+        read = [_changed(u, v) for u, v in zip(a.inputs, b.inputs, strict=True)]
+        if any(read) and a.module not in rows and not (a.is_view or _treats_alike(a, read)):
+            return f"because {a.name} {where} is not known to treat all of what is cut alike"
+    return ""
+
+
+def _numbers(op: Op) -> list[float]:
+    return [argument for argument in op.arguments if isinstance(argument, int | float)]
+
+
+def _treats_alike(op: Op, changed: Sequence[Sequence[int]]) -> bool:
+    """Whether an operator does to a feature what it does to any other; reduction_problem sees to those that reduce.
+    changed: [input] -> its dims that are cut."""
+    if op.name == "convolution":
+        return max(changed[0], default=0) < 2  # along other dims it reads neighbours
+    known = _EACH_ALONE | _REDUCTIONS | _NORMS | _WHOLE_SHAPE | _PRODUCTS
+    return op.kind in ("elementwise", "attention", "copy", "norm") or op.name in known
 
 
 def leading_problem(modules: Mapping[str, nn.Module], whole: Sequence[Op], cut: Sequence[Op], trial: TensorCut) -> str:
