@@ -31,7 +31,7 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.building import in_evaluation, in_training, on_meta
-from meshwright.profiler.model.forward_state import TensorsRead, places_of, put_back, taken
+from meshwright.profiler.model.forward_state import TensorsRead, changed, places_of, put_back, taken
 from meshwright.profiler.model.trace import trace
 from support.habits import GLOBAL_BATCH, WIDTH, habit, pairs, planned, run, squared
 from support.ranks import RankError, run_ranks
@@ -89,6 +89,24 @@ class Averaging(nn.Module):
         h = self.first(x)
         self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
         out: torch.Tensor = self.second(h - self.mean)
+        return out
+
+
+class Codes(nn.Module):
+    """Replaces each value by the nearest code, and moves codes towards what they stand for, behind autograd's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _linear(), _linear()
+        self.register_buffer("codes", torch.linspace(-1, 1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        nearest = (h.unsqueeze(-1) - self.codes).abs().argmin(-1)
+        out: torch.Tensor = self.second(h + (self.codes[nearest] - h).detach())
+        chosen = functional.one_hot(nearest, 8).to(h.dtype)
+        means = (chosen * h.detach().unsqueeze(-1)).sum((0, 1)) / chosen.sum((0, 1)).clamp_min(1)
+        self.codes.data.mul_(0.5).add_(means, alpha=0.5)
         return out
 
 
@@ -580,6 +598,7 @@ HABITS: dict[str, Any] = {
     "named": habit(Named),
     "merging": habit(lambda: nn.Sequential(Merging(), nn.ReLU(), Merging())),
     "averaging": habit(Averaging),
+    "codes": habit(Codes),
     "remembering": habit(Remembering),
     "writes across": habit(WritesAcross),
     "mapped": habit(Mapped),
@@ -605,12 +624,12 @@ HABITS: dict[str, Any] = {
 }
 
 FIRST = {
-    **dict.fromkeys(("crops", "reads without gradient"), 0),
+    **dict.fromkeys(("codes", "crops", "reads without gradient"), 0),
     **dict.fromkeys(("writes across", "backbone", "merging"), 1),
 }
 """Model -> which of its plans is tested by default; the others with the slow ones."""
 
-ONE_LAYER = ("averaging", "remembering", "mapped", "force, func", "force", "scripted", "objects")
+ONE_LAYER = ("averaging", "codes", "remembering", "mapped", "force, func", "force", "scripted", "objects")
 """Models that no pipeline cuts."""
 WHOLE = ("force", "scripted")
 """Models that are not sharded."""
@@ -1426,6 +1445,19 @@ def test_numbers_that_nobody_wrote_into_are_copied_once() -> None:
     assert copies()[0] is copied
     seen.add_(2)
     assert copies()[0].tolist() == [2, 2]
+
+
+def test_numbers_that_are_written_without_a_trace_are_put_back_too() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("seen", torch.zeros(2))
+    seen = model.get_buffer("seen")
+    places = places_of(model, keep_copies=True)
+
+    for number in (1.0, 2.0):
+        before = taken(places)
+        seen.data.fill_(number)
+        put_back(changed(before))
+        assert seen.tolist() == [0, 0]
 
 
 class Hiding(nn.Module):

@@ -160,7 +160,7 @@ def observe(fake: FakeModel, size: int, seq_len: int | None, most_operators: int
     if closed := _opened_in_vain(fake, chain):
         units = find_units(fake.module, closed)
         chain = _observe(fake, units, size, seq_len)
-    written = [name for name, (buffer, version) in buffers.items() if buffer._version != version]
+    written = [name for name, (x, version) in buffers.items() if x._version != version or name in chain.written]
     for name, (parameter, version) in parameters.items():
         if parameter._version != version or name in chain.written:
             raise ValueError(

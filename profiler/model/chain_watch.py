@@ -214,7 +214,9 @@ class ChainWatch(Mode):
         self.from_batch: set[int] = set()
         self.producers = Producers(fake.module, units.names, on_produced=self._produced, on_start=self._start)
         self._parameters = {self.storages.number(p): name for name, p in reversed(list(fake.module.named_parameters()))}
-        self._held = {name: (p, p.untyped_storage()) for name, p in fake.module.named_parameters()}
+        own = [*fake.module.named_parameters(), *fake.module.named_buffers()]
+        self._held = {name: (x, x.untyped_storage()) for name, x in own}
+        self._named = {self.storages.number(x): name for name, x in reversed(own)}
         self._written: set[str] = set()
         self._put: list[tuple[int, int, list[torch.Tensor]]] = []
         """(event, storage, what is put into it) of each x[...] = y between layers."""
@@ -242,7 +244,7 @@ class ChainWatch(Mode):
         self._outputs.__exit__(*error)
 
     def written(self) -> set[str]:
-        """Parameters that anything has written into, or has given other numbers by setting their .data."""
+        """Parameters and buffers that anything has written into, or has given other numbers by setting their .data."""
         return self._written | {n for n, (p, held) in self._held.items() if p.untyped_storage()._cdata != held._cdata}
 
     @contextmanager
@@ -319,8 +321,8 @@ class ChainWatch(Mode):
         if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
             made = self.storage_made.get(self.storages.number(args[0]), here)
             self.inputs.overwrites |= made < here
-            if (number := self.storages.number(args[0])) in self._parameters:
-                self._written.add(self._parameters[number])
+            if (number := self.storages.number(args[0])) in self._named:
+                self._written.add(self._named[number])
         if func._schema.is_mutable and event.key[0] == "glue":
             into, *what = tensors_in((args, kwargs))
             storage = self.storages.number(into)

@@ -214,18 +214,28 @@ def _draws(generator: torch.Generator) -> Changeable:
 
 
 def _numbers(tensor: torch.Tensor, silent: bool, keep_copy: bool) -> Changeable:
-    """silent: what writes into it does not tell. Autograd does not hear of what is put back."""
+    """silent: what writes into it does not tell. Whether that is so of others (what goes through .data), a look at the
+    numbers after the first forward says. Autograd does not hear of what is put back."""
     known: list[tuple[int, torch.Tensor]] = []
+    tells = False if silent else None
 
     def take() -> tuple[int, torch.Tensor]:
         if known and known[0][0] == version_of(tensor):
             return known[0]
         found = version_of(tensor), tensor.detach().clone()
-        known[:] = [found] if keep_copy and not silent and not tensor.is_inference() else []
+        known[:] = [found] if keep_copy and tells is not False and not tensor.is_inference() else []
         return found
 
     def differs(value: tuple[int, torch.Tensor]) -> bool:
-        return silent or value[0] != version_of(tensor)
+        nonlocal tells
+        if value[0] != version_of(tensor):
+            return True
+        if tells is None:
+            with _disable_current_modes():
+                tells = torch.equal(value[1], tensor)
+            if not tells:
+                known.clear()
+        return not tells
 
     def put(value: tuple[int, torch.Tensor]) -> None:
         tensor.data.copy_(value[1])
