@@ -1425,6 +1425,40 @@ def test_layouts_that_are_looked_at_twice_count_once() -> None:
     assert shapes["total"] == shapes["rejected"] + shapes["pruned"] + shapes["solved"]
 
 
+class Equilibrium(nn.Module):
+    """Goes to a fixed point without gradients, and lets a hook go to that of the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.given = nn.Linear(WIDTH, WIDTH, bias=False), _linear()
+        self.step.weight.data.mul_(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(4):
+                found = torch.tanh(self.step(found) + self.given(x))
+        start = found.clone().requires_grad_()
+        again = torch.tanh(self.step(start) + self.given(x))
+
+        def solved(gradient: torch.Tensor) -> torch.Tensor:
+            total = gradient
+            for _ in range(3):
+                total = torch.autograd.grad(again, start, total, retain_graph=True)[0] + gradient
+            return total
+
+        out = torch.tanh(self.step(found) + self.given(x))
+        if out.requires_grad:
+            out.register_hook(solved)
+        return out
+
+
+def test_a_layer_whose_hooks_ask_for_gradients_is_run_again_for_each() -> None:
+    report = run(habit(lambda: nn.Sequential(_linear(), Equilibrium(), _linear())), data_replicate=2, recompute="full")
+
+    assert report.ok, report.lines
+
+
 def test_numbers_that_nobody_wrote_into_are_copied_once() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("seen", torch.zeros(2))

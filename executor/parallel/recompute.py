@@ -80,10 +80,10 @@ def _repeated(module: nn.Module, forward: Callable[..., Any], selective: bool) -
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             if not selective:
-                return nullcontext(), _as_before(left)
+                return nullcontext(), _Anew(lambda: _as_before(left))
             keep = _Keep(module)
             keep.by, kept = create_selective_checkpoint_contexts(keep)
-            return keep.by, _both(_as_before(left), kept)
+            return keep.by, _Anew(lambda: _both(_as_before(left), kept))
 
         given = [(args, kwargs)]
 
@@ -127,6 +127,21 @@ class _Keep:
 
     def _keeps(self, value: torch.Tensor) -> bool:
         return any(_storage(kept)._cdata == _storage(value)._cdata for kept in kept_by(self.by))
+
+
+class _Anew(AbstractContextManager[None]):
+    """A context that is made for each time it is entered: a backward with gradients in it (of hooks that call
+    torch.autograd.grad) repeats a forward for each."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._now = self._make()
+        self._now.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._now.__exit__(*error)
 
 
 @contextmanager
