@@ -60,6 +60,7 @@ def test_planning_from_a_profile_imports_no_torch(tmp_path: Path) -> None:
     assert "torch" not in loaded
 
 
+@pytest.mark.slow
 def test_a_profile_its_path_and_the_command_give_the_same_plan(planned: mw.Planned, tmp_path: Path) -> None:
     path = save_profile(tmp_path)
     assert run_plan(str(path), "--gpus", "8", "--device", "h100-80gb", "-b", "64", "-q", "-o", "cli.json") == 0

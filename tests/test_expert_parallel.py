@@ -397,6 +397,7 @@ def test_a_checkpoint_of_spread_experts_goes_on_under_another_plan(saved: Case, 
     assert max(relative.values()) < TOLERANCE, relative
 
 
+@pytest.mark.slow
 def test_experts_that_scale_their_tokens_are_not_spread() -> None:
     build = functools.partial(_Model, "learned", scales_before=True)
     profile = trace(load_model(build, batch=next_tokens(VOCABULARY), loss=loss))

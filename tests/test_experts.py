@@ -108,6 +108,7 @@ def test_what_the_space_does_not_hold_is_named() -> None:
     assert "tensor=3" in outside_of_space(torn, profile)[0]
 
 
+@pytest.mark.slow
 def test_the_summary_counts_and_lists(found: Beside) -> None:
     slower = replace(found, id="other", ratio=1.2, our_s=1.2 * found.their_s, proven=False, gap=0.07)
 

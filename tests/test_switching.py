@@ -105,6 +105,7 @@ def test_a_run_that_was_resumed_says_what_a_restart_takes_and_how_many_steps_are
     assert switching(folder / "run", 120, None).lost_steps == 0
 
 
+@pytest.mark.slow
 def test_replan_says_what_switching_costs_and_when_it_pays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(folder / "run.jsonl", some_plan(shard=8), 0.25, 150, {}, RESTART)
     words = ["replan", "--checkpoint", str(folder / "run"), "--gpus", "6", "--model", str(save_profile(folder))]

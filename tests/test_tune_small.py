@@ -294,6 +294,7 @@ def test_what_an_allocator_keeps_tells_nothing_while_there_is_memory_to_spare(
     assert ("off by 0.0% in the median and 0.0% at worst, " in told) == (kinds == {"allocated"})
 
 
+@pytest.mark.slow
 def test_plans_that_are_cut_down_to_one_job_share_its_laps(on_two: tuple[Tuned, Record, SmallTrack]) -> None:
     record = on_two[1]
 

@@ -185,7 +185,7 @@ def longer_instance(seed: int) -> tuple[ModelProfile, ClusterSpec, TrainingSpec]
     return profile(classes, order, 1e6), on, TrainingSpec(global_batch=batch, seq_len=64, memory_margin=0.0)
 
 
-@pytest.mark.parametrize("seed", slow.but_first(range(12), 1))
+@pytest.mark.parametrize("seed", slow.but_first(range(12), 0))
 def test_no_plan_of_a_longer_chain_on_unequal_devices_is_faster_than_its_bounds(seed: int) -> None:
     model, on, training = longer_instance(seed)
     explorer, space, rng = Explorer(model, on, training), Space(model, on, training, Pins()), random.Random(seed)

@@ -38,6 +38,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return "\n".join(said)
 
 
+@pytest.mark.slow
 def test_a_layout_is_called_by_one_word_everywhere(kept: str) -> None:
     plan_lines = kept.splitlines()
 
