@@ -415,8 +415,11 @@ def test_what_counts_heads_or_mixes_neighbours_is_not_cut(
     assert f"0.out: not cut by tensor parallelism, because {why}" in profile.notes[0]
 
 
-def test_numbers_that_count_something_else_leave_a_cut() -> None:
-    of_others = (lambda x, heads: x / x.shape[-1]), (lambda x, heads: x * x.shape[-1] ** -0.5)
+def test_what_counts_or_mixes_something_else_leaves_a_cut() -> None:
+    of_others = (
+        lambda x, heads: x.gather(-1, torch.zeros(x.shape, dtype=torch.long)) / x.shape[-1],
+        lambda x, heads: functional.max_pool2d(x, (3, 1), 1, (1, 0)) * x.shape[-1] ** -0.5,
+    )
     model = nn.Sequential(_Counting(*of_others), _Counting(*of_others), nn.Flatten())
     profile = trace(load_model(model, batch=lambda size: torch.ones(size, 6, 32), loss=lambda y, batch: y.mean()))
 

@@ -1,6 +1,7 @@
 """Whether a layer still computes the same with weights cut: its operators whole, beside those of the trial."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -177,11 +178,23 @@ def _numbers(op: Op) -> list[float]:
     return [argument for argument in op.arguments if isinstance(argument, int | float)]
 
 
+_OF_NEIGHBOURS = re.compile(r"(?:max_pool|avg_pool|_?adaptive_|upsample_|reflection_pad|replication_pad).*?(\d)d")
+"""Operators that read neighbours along as many last dims as their name says."""
+
+_ALONG_ONE_DIM = {"gather", "scatter", "scatter_add", "index_select", "index_add"}
+"""Operators that move values along the dim that is their first argument."""
+
+
 def _treats_alike(op: Op, changed: Sequence[Sequence[int]]) -> bool:
     """Whether an operator does to a feature what it does to any other; reduction_problem sees to those that reduce.
     changed: [input] -> its dims that are cut."""
+    last, pooled = max(changed[0], default=-1), _OF_NEIGHBOURS.match(op.name)
     if op.name == "convolution":
-        return max(changed[0], default=0) < 2  # along other dims it reads neighbours
+        return last < 2
+    if pooled is not None:
+        return last < len(op.inputs[0].shape) - int(pooled[1])
+    if op.name in _ALONG_ONE_DIM:
+        return op.arguments[0] % len(op.inputs[0].shape) not in changed[0]
     known = _EACH_ALONE | _REDUCTIONS | _NORMS | _WHOLE_SHAPE | _PRODUCTS
     return op.kind in ("elementwise", "attention", "copy", "norm") or op.name in known
 
