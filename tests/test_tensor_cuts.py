@@ -415,6 +415,22 @@ def test_what_counts_heads_or_mixes_neighbours_is_not_cut(
     assert f"0.out: not cut by tensor parallelism, because {why}" in profile.notes[0]
 
 
+class _ByPlaces(_Counting):
+    """The same with places before heads in its scores."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y(x).view(*x.shape[:2], self.heads, 8) for y in (self.q, self.k, self.v))
+        scores = torch.softmax(torch.einsum("bqhd,bkhd->bqhk", q, k), -1)
+        return x + self.out(torch.einsum("bqhk,bkhd->bqhd", scores, v).flatten(2))
+
+
+def test_more_places_than_features_are_no_heads() -> None:
+    model = nn.Sequential(_ByPlaces(_same, _same), _ByPlaces(_same, _same), nn.Flatten())
+    profile = trace(load_model(model, batch=lambda size: torch.ones(size, 48, 32), loss=lambda y, batch: y.mean()))
+
+    assert all(cut.kind != "attention" for cut in profile.classes[0].cuts)
+
+
 def test_what_counts_or_mixes_something_else_leaves_a_cut() -> None:
     of_others = (
         lambda x, heads: x.gather(-1, torch.zeros(x.shape, dtype=torch.long)) / x.shape[-1],

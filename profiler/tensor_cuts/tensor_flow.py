@@ -345,7 +345,7 @@ def kind_and_units(
     widths = [w for c in columns for w in parts.get(c, (features(flow.taps[c].module)[1],))]
     row_width = features(flow.taps[row].module)[0]
     heads = heads_in(flow, between)
-    if heads is None:
+    if heads is None or row_width % heads:  # softmax over scores in another order, as Longformer's by places
         return "mlp", tuple(dict.fromkeys([row_width, *widths]))
     head_width = row_width // heads
     counts = [

@@ -4,7 +4,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
+import torch
 from torch import nn
 
 from ..model.layer_run import Observation
@@ -153,9 +155,17 @@ def _reduced(op: Op) -> tuple[int, ...]:
 _ONE_NUMBER = {"empty", "empty_strided", "zeros", "ones", "full", "scalar_tensor"}
 """Operators that make a tensor of one number, or of none that is read."""
 
-_EACH_ALONE = {"native_dropout", "bernoulli", "repeat", "roll", "flip", "embedding", "index", "constant_pad_nd"}
+_AS_LARGE = {"empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
+"""Operators that make a tensor as another one is, of one number or none."""
+
+_EACH_ALONE = {
+    *("native_dropout", "bernoulli", "bernoulli_", "rand_like", "randn_like", "complex", "polar", "floor_divide"),
+    *("embedding", "index", "repeat", "roll", "flip", "constant_pad_nd"),
+}
 """Operators beside those of one element that do the same to every feature, in whatever place, or which order_problem
 looks at."""
+
+_FILLING = {"full", "full_like", "new_full", "fill_"}
 
 
 def number_problem(whole: Sequence[Op], cut: Sequence[Op], rows: set[str]) -> str:
@@ -163,7 +173,7 @@ def number_problem(whole: Sequence[Op], cut: Sequence[Op], rows: set[str]) -> st
     it is not known that it treats every feature alike: what comes of that is no slice. "" if there is none."""
     for a, b in zip(whole, cut, strict=True):
         where = f"in {a.module or 'the layer'}"
-        if (a.kind in ("elementwise", "attention") or a.name in ("full", "fill_")) and _numbers(a) != _numbers(b):
+        if (a.kind in ("elementwise", "attention") or a.name in _FILLING) and _numbers(a) != _numbers(b):
             return f"because {a.name} {where} takes a number that counts what is cut"
         made = any(u.shape != v.shape for u, v in zip(a.outputs, b.outputs, strict=True))
         if not a.inputs and made and a.name not in _ONE_NUMBER:
@@ -181,8 +191,8 @@ def _numbers(op: Op) -> list[float]:
 _OF_NEIGHBOURS = re.compile(r"(?:max_pool|avg_pool|_?adaptive_|upsample_|reflection_pad|replication_pad).*?(\d)d")
 """Operators that read neighbours along as many last dims as their name says."""
 
-_ALONG_ONE_DIM = {"gather", "scatter", "scatter_add", "index_select", "index_add"}
-"""Operators that move values along the dim that is their first argument."""
+_ALONG_ONE_DIM = {"gather", "scatter", "scatter_add", "index_select", "index_add", "glu"}
+"""Operators that move or join values along the dim that is their first argument."""
 
 
 def _treats_alike(op: Op, changed: Sequence[Sequence[int]]) -> bool:
@@ -195,8 +205,17 @@ def _treats_alike(op: Op, changed: Sequence[Sequence[int]]) -> bool:
         return last < len(op.inputs[0].shape) - int(pooled[1])
     if op.name in _ALONG_ONE_DIM:
         return op.arguments[0] % len(op.inputs[0].shape) not in changed[0]
-    known = _EACH_ALONE | _REDUCTIONS | _NORMS | _WHOLE_SHAPE | _PRODUCTS
-    return op.kind in ("elementwise", "attention", "copy", "norm") or op.name in known
+    if op.name in ("tril", "triu"):
+        return last < len(op.inputs[0].shape) - 2
+    known = _AS_LARGE | _EACH_ALONE | _REDUCTIONS | _NORMS | _WHOLE_SHAPE | _PRODUCTS
+    return op.kind in ("attention", "copy", "norm") or _is_of_one_element(op.name) or op.name in known
+
+
+@cache
+def _is_of_one_element(name: str) -> bool:
+    """Whether torch calls an operator pointwise, or that of which it is the form in place (gelu_ is not called so)."""
+    forms = (getattr(torch.ops.aten, each, None) for each in (name, name.removesuffix("_")))
+    return any(torch.Tag.pointwise in getattr(form, o).tags for form in forms if form for o in form.overloads())
 
 
 def leading_problem(modules: Mapping[str, nn.Module], whole: Sequence[Op], cut: Sequence[Op], trial: TensorCut) -> str:
