@@ -389,6 +389,11 @@ def _same(x: torch.Tensor, heads: int) -> torch.Tensor:
         (lambda x, heads: x * heads**0.5, _same, "mul in the layer takes a number that counts what is cut"),
         (_same, lambda x, heads: x / heads, "div in the layer takes a number that counts what is cut"),
         (
+            lambda x, heads: x * torch.tensor(heads),
+            _same,
+            "torch.tensor in the layer takes a number that counts what is",
+        ),
+        (
             lambda x, heads: x * torch.arange(heads).view(-1, 1, 1),
             _same,
             "arange in the layer numbers what is cut, from its beginning on every rank",
@@ -433,7 +438,7 @@ def test_more_places_than_features_are_no_heads() -> None:
 
 def test_what_counts_or_mixes_something_else_leaves_a_cut() -> None:
     of_others = (
-        lambda x, heads: x.gather(-1, torch.zeros(x.shape, dtype=torch.long)) / x.shape[-1],
+        lambda x, heads: x.gather(-1, torch.zeros(x.shape, dtype=torch.long)).tril() / torch.tensor(x.shape[-1]),
         lambda x, heads: functional.max_pool2d(x, (3, 1), 1, (1, 0)) * x.shape[-1] ** -0.5,
     )
     model = nn.Sequential(_Counting(*of_others), _Counting(*of_others), nn.Flatten())

@@ -9,6 +9,8 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..semantics.producers import unwrapped
@@ -81,7 +83,7 @@ class Op:
     moment: int = 0
     """Births and deaths of storages until it had run."""
     arguments: tuple[Any, ...] = field(default=(), repr=False)
-    """All but tensors, those that have a name in a call last."""
+    """All but tensors, those that have a name in a call last; of torch.tensor the numbers that it is made of."""
 
 
 class Storages:
@@ -221,6 +223,8 @@ class Recorder(Mode):
             op.shape = product_shape(name, args)
         op.moment = len(self.storages.log)
         op.arguments = tuple(a for a in (*args, *kwargs.values()) if not isinstance(a, torch.Tensor))
+        if name == "lift_fresh":
+            op.arguments = _written_out(args[0])
         self.ops.append(op)
         return out
 
@@ -228,6 +232,14 @@ class Recorder(Mode):
         if name == "embedding":  # reads the rows that it looks up, not the table
             return self.storages.size(*outputs, *outputs, inputs[-1])
         return self.storages.size(*outputs, *inputs)
+
+
+def _written_out(tensor: torch.Tensor) -> tuple[float, ...]:
+    """The numbers of a tensor that torch.tensor has just made of some; none where they are not known."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return ()
+    with _disable_current_modes():
+        return tuple(tensor.flatten().tolist())
 
 
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}

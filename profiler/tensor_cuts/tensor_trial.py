@@ -165,7 +165,8 @@ _EACH_ALONE = {
 """Operators beside those of one element that do the same to every feature, in whatever place, or which order_problem
 looks at."""
 
-_FILLING = {"full", "full_like", "new_full", "fill_"}
+_OF_NUMBERS = {"full", "full_like", "new_full", "fill_", "lift_fresh"}
+"""Operators that make tensors of the numbers that they are given."""
 
 
 def number_problem(whole: Sequence[Op], cut: Sequence[Op], rows: set[str]) -> str:
@@ -173,8 +174,10 @@ def number_problem(whole: Sequence[Op], cut: Sequence[Op], rows: set[str]) -> st
     it is not known that it treats every feature alike: what comes of that is no slice. "" if there is none."""
     for a, b in zip(whole, cut, strict=True):
         where = f"in {a.module or 'the layer'}"
-        if (a.kind in ("elementwise", "attention") or a.name in _FILLING) and _numbers(a) != _numbers(b):
-            return f"because {a.name} {where} takes a number that counts what is cut"
+        takes = a.kind == "attention" or a.name in _OF_NUMBERS or _is_of_one_element(a.name)
+        if takes and _numbers(a) != _numbers(b):
+            name = "torch.tensor" if a.name == "lift_fresh" else a.name
+            return f"because {name} {where} takes a number that counts what is cut"
         made = any(u.shape != v.shape for u, v in zip(a.outputs, b.outputs, strict=True))
         if not a.inputs and made and a.name not in _ONE_NUMBER:
             return f"because {a.name} {where} numbers what is cut, from its beginning on every rank"
