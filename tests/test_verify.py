@@ -62,6 +62,13 @@ def gpt_plan(micro_batch: int = 2, num_microbatches: int = 4, **degrees: Any) ->
     return make_plan(profile, synthetic.cluster(1, shape.degrees.num_devices), training, shape, stages)
 
 
+def test_another_model_than_the_plans_is_not_run_in_its_place() -> None:
+    other = load_model(lambda: torch.nn.Linear(4, 4), batch=lambda size: torch.ones(size, 4), loss=lambda y, x: y.sum())
+
+    with pytest.raises(ValueError, match=r"the plan is for gpt.* with a parameter .* that this Linear has not"):
+        verify.verify(gpt_plan(), other)
+
+
 @pytest.mark.slow
 def test_a_plan_of_three_kinds_of_parallelism_computes_what_one_process_computes() -> None:
     loaded, _ = small_gpt()

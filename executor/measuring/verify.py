@@ -18,6 +18,7 @@ from ...profiler.model.building import on_meta
 from ...profiler.model.loaded import Batch, LoadedModel
 from ...profiler.model.trace import trace
 from ...profiler.semantics.draws import SameDraws
+from ..apply import check_model
 from ..trainer import parallelize
 from .local_ranks import RankError, apart, run_local_ranks
 from .one_process import (
@@ -115,8 +116,10 @@ def verify(plan: Plan, loaded: LoadedModel, steps: int = 3) -> VerifyReport:
     """Train a small version of the model by a small version of the plan, and beside it in one process.
 
     Compares losses, gradient norms, the first step's gradients, and all parameters after `steps` AdamW steps in fp32.
-    Raises ValueError if there is no small version, or it cannot be cut as the plan says.
+    Raises ValueError if the plan is for another model, if there is no small version, or it cannot be cut as the plan
+    says.
     """
+    check_model(on_meta(loaded.build), plan)
     with tempfile.TemporaryDirectory() as folder:
         small, notes = small_model(plan, loaded, Path(folder))
         try:
