@@ -136,6 +136,7 @@ def test_an_exchange_with_nobody_is_free() -> None:
 # --- context ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(plans(), st.sampled_from(KINDS))
 def test_without_context_ranks_the_way_they_would_exchange_changes_nothing(case: tuple, kind: ContextKind) -> None:  # type: ignore[type-arg]

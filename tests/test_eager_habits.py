@@ -624,8 +624,8 @@ HABITS: dict[str, Any] = {
 }
 
 FIRST = {
-    **dict.fromkeys(("codes", "crops", "reads without gradient"), 0),
-    **dict.fromkeys(("writes across", "backbone", "merging"), 1),
+    "crops": 0,
+    "backbone": 1,
 }
 """Model -> which of its plans is tested by default; the others with the slow ones."""
 
@@ -980,6 +980,7 @@ def test_values_of_another_width_than_keys_are_run_on_real_tensors_too() -> None
     assert trace(habit(Wide)).decides_by_values
 
 
+@pytest.mark.slow
 def test_a_model_that_rescales_weights_to_evaluate_is_cut_into_no_stages() -> None:
     class Rescaling(nn.Module):
         def __init__(self) -> None:

@@ -56,10 +56,10 @@ def test_what_no_plan_runs_is_refused_when_it_is_profiled(name: str, words: str)
     [
         ("complex_weights", "weight is complex64 and .*weight is float32"),
         ("half_model", "weight is float16 and .*weight is float32"),
-        ("hypernetwork", "functional_call"),
+        pytest.param("hypernetwork", "functional_call", marks=pytest.mark.slow),
         ("straight_through", "gathers codes.weight when its module runs"),
         ("lstm", "None"),
-        ("packed_lstm", "_pack_padded_sequence.* decides by values"),
+        pytest.param("packed_lstm", "_pack_padded_sequence.* decides by values", marks=pytest.mark.slow),
         pytest.param("transposed_tie", "None", marks=pytest.mark.slow),
         ("weights_read", "None"),
     ],
@@ -92,7 +92,7 @@ def test_a_head_that_goes_by_the_words_is_profiled_though_other_lengths_go_other
     [
         ("clipped_inside", "the gradient of 0.linear.(weight|bias) does not follow a factor of the loss"),
         ("clipped_parameters", "the gradient of .* does not follow"),
-        ("gradient_attached", "the gradient of .*router.* does not follow"),
+        pytest.param("gradient_attached", "the gradient of .*router.* does not follow", marks=pytest.mark.slow),
         ("gradient_hooks", "^$"),
         ("reentrant", "^$"),
     ],
@@ -106,7 +106,7 @@ def test_gradients_that_do_not_follow_the_loss_are_of_one_micro_batch(name: str,
     assert micro_batch_rule(profile, 1, 1, pinned=False) is None
 
 
-@pytest.mark.parametrize("name", slow.but_first(["mask_kept", "mask_of_activations", "rotary_cached"], 1))
+@pytest.mark.parametrize("name", slow.but_first(["mask_kept", "mask_of_activations", "rotary_cached"], 0))
 def test_what_is_made_of_sizes_alone_and_kept_is_no_state(name: str) -> None:
     profile = trace(odd(name))
 
@@ -125,6 +125,7 @@ def test_batch_norms_that_are_kept_frozen_are_not_said_to_see_the_batch() -> Non
     assert not [note for note in trace(odd("frozen_norms")).told if "micro-batch" in note]
 
 
+@pytest.mark.slow
 def test_a_batch_with_the_number_of_its_samples_is_drawn_and_not_repeated() -> None:
     profile = trace(odd("nodes_of_graphs"))
 
@@ -132,16 +133,12 @@ def test_a_batch_with_the_number_of_its_samples_is_drawn_and_not_repeated() -> N
     assert "counts rows of all samples" in profile.batch_problem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "most", "words"),
     [
         ("longest_in_batch", 1, r"what embed returns is \[2, \d+, 32\] in one batch of 2"),
-        pytest.param(
-            "early_heads",
-            2,
-            "what add returns between layers is not there, or another tensor, in evaluation",
-            marks=pytest.mark.slow,
-        ),
+        ("early_heads", 2, "what add returns between layers is not there, or another tensor, in evaluation"),
     ],
 )
 def test_what_is_not_the_same_in_every_run_is_sent_between_no_stages(name: str, most: int, words: str) -> None:

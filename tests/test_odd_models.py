@@ -56,6 +56,7 @@ def test_micro_batches_in_flight_may_write_into_their_part_of_the_batch() -> Non
     assert report.ok, report.lines
 
 
+@pytest.mark.slow
 def test_finding_unread_parameters_changes_no_batch() -> None:
     report = verified("in place", _plan("in place", [[KEPT] * 6], data_replicate=2))
 

@@ -395,6 +395,7 @@ def test_the_prompt_of_a_model_that_sees_it_whole_ends_with_the_picture(tmp_path
     assert int((batch["token_type_ids"] == 0).sum()) == loaded.fewest_tokens - 1 == 4
 
 
+@pytest.mark.slow
 def test_parts_that_have_no_fused_attention_do_with_the_other(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     named = {"model_type": "apertus1p5", "architectures": ["Apertus1p5ForConditionalGeneration"]}

@@ -220,7 +220,7 @@ def check_equal_to_one_process(
 @pytest.mark.parametrize(
     ("name", "cut", "schedule", "num_microbatches"),
     [
-        ("gpt", [1, 1, 3], "1f1b", 4),
+        pytest.param("gpt", [1, 1, 3], "1f1b", 4, marks=pytest.mark.slow),
         pytest.param("gpt", [4], "gpipe", 1, marks=pytest.mark.slow),
         pytest.param("llama", [2], "1f1b", 3, marks=pytest.mark.slow),
         pytest.param("llama", [1, 3], "gpipe", 2, marks=pytest.mark.slow),
@@ -228,7 +228,7 @@ def check_equal_to_one_process(
         pytest.param("t5", [4], "gpipe", 2, marks=pytest.mark.slow),
         pytest.param("unet", [2, 1, 3], "1f1b", 5, marks=pytest.mark.slow),
         pytest.param("unet", [5], "gpipe", 2, marks=pytest.mark.slow),
-        pytest.param("mlp", [1, 1], "1f1b", 3, marks=pytest.mark.slow),
+        ("mlp", [1, 1], "1f1b", 3),
     ],
 )
 def test_uneven_stages_compute_what_one_process_computes(
@@ -300,10 +300,12 @@ def test_zero_bubbles_find_parameters_that_no_input_leads_to() -> None:
     check_equal_to_one_process(load("beside"), plan_with("beside", [1, 1], "zb-h1", 3))
 
 
+@pytest.mark.slow
 def test_zero_bubbles_take_group_norms_over_channels_that_lie_last() -> None:
     check_equal_to_one_process(load("channels last"), plan_with("channels last", [1], "zb-h1", 3))
 
 
+@pytest.mark.slow
 def test_torchs_own_split_of_the_backward_gives_wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that ours can go when torch's is mended: what LeanPipelineStage is for.
 

@@ -75,6 +75,7 @@ def test_runs_as_predicted_change_nothing() -> None:
     assert found.device.matmul_efficiency == PRESET.matmul_efficiency
 
 
+@pytest.mark.slow
 def test_a_share_that_is_told_to_be_one_is_lowered() -> None:
     told = PRESET.model_copy(update={"matmul_efficiency": 1.0})
 
@@ -124,6 +125,7 @@ def test_only_constants_that_may_move_are_fitted() -> None:
     assert found.device.matmul_efficiency == PRESET.matmul_efficiency
 
 
+@pytest.mark.slow
 def test_how_far_replicas_hide_their_reduction_is_found() -> None:
     truth = PRESET.model_copy(update={"replica_overlap": 0.6})
     found = refit(truth.model_copy(update={"replica_overlap": 0.3}), runs(truth), ["replica overlap"])

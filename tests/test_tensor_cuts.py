@@ -385,30 +385,33 @@ def _same(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("scores", "result", "why"),
-    [
-        (lambda x, heads: x * heads**0.5, _same, "mul in the layer takes a number that counts what is cut"),
-        (_same, lambda x, heads: x / heads, "div in the layer takes a number that counts what is cut"),
-        (
-            lambda x, heads: x * torch.tensor(heads),
-            _same,
-            "torch.tensor in the layer takes a number that counts what is",
-        ),
-        (
-            lambda x, heads: x * torch.arange(heads).view(-1, 1, 1),
-            _same,
-            "arange in the layer numbers what is cut, from its beginning on every rank",
-        ),
-        (
-            lambda x, heads: x * torch.full((heads, 1, 1), 0.5, dtype=x.dtype).cumprod(0),
-            _same,
-            "cumprod in the layer would work on a slice of what it reduces",
-        ),
-        (
-            lambda x, heads: x + functional.max_pool3d(x, (3, 1, 1), 1, (1, 0, 0)),
-            _same,
-            "max_pool3d_with_indices in the layer is not known to treat all of what is cut alike",
-        ),
-    ],
+    slow.but_first(
+        [
+            (lambda x, heads: x * heads**0.5, _same, "mul in the layer takes a number that counts what is cut"),
+            (_same, lambda x, heads: x / heads, "div in the layer takes a number that counts what is cut"),
+            (
+                lambda x, heads: x * torch.tensor(heads),
+                _same,
+                "torch.tensor in the layer takes a number that counts what is",
+            ),
+            (
+                lambda x, heads: x * torch.arange(heads).view(-1, 1, 1),
+                _same,
+                "arange in the layer numbers what is cut, from its beginning on every rank",
+            ),
+            (
+                lambda x, heads: x * torch.full((heads, 1, 1), 0.5, dtype=x.dtype).cumprod(0),
+                _same,
+                "cumprod in the layer would work on a slice of what it reduces",
+            ),
+            (
+                lambda x, heads: x + functional.max_pool3d(x, (3, 1, 1), 1, (1, 0, 0)),
+                _same,
+                "max_pool3d_with_indices in the layer is not known to treat all of what is cut alike",
+            ),
+        ],
+        1,
+    ),
 )
 def test_what_counts_heads_or_mixes_neighbours_is_not_cut(
     scores: Callable[..., torch.Tensor], result: Callable[..., torch.Tensor], why: str
@@ -429,6 +432,7 @@ class _ByPlaces(_Counting):
         return x + self.out(torch.einsum("bqhk,bkhd->bqhd", scores, v).flatten(2))
 
 
+@pytest.mark.slow
 def test_more_places_than_features_are_no_heads() -> None:
     model = nn.Sequential(_ByPlaces(_same, _same), _ByPlaces(_same, _same), nn.Flatten())
     profile = trace(load_model(model, batch=lambda size: torch.ones(size, 48, 32), loss=lambda y, batch: y.mean()))

@@ -361,7 +361,7 @@ class _CopiedBack(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("between", "runs"),
     [
-        (lambda x: x.t().contiguous().t(), [(2, True), (3, True)]),
+        pytest.param(lambda x: x.t().contiguous().t(), [(2, True), (3, True)], marks=pytest.mark.slow),
         (_CopiedBack.apply, [(2, True), (1, True), (3, True)]),
         (lambda x: x * 2, [(2, True), (1, True)]),
     ],

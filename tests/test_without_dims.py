@@ -254,6 +254,7 @@ def _with_copies(plan: Plan, folder: Path, saves: bool) -> dict[str, torch.Tenso
     return {name: tensor for name, tensor in copies.items() if not isinstance(tensor, DTensor)}
 
 
+@pytest.mark.slow
 def test_averaged_weights_beside_have_none_either(tmp_path: Path) -> None:
     run_ranks(_with_copies, 2, _plan("fsdp"), tmp_path, True)
 
