@@ -73,6 +73,8 @@ ALIKE: dict[str, Run] = {
     "softmax": lambda x: functional.softmax(x, dim=-1),
     "a cache filled in parts": written_in_parts,
     "the best groups": of_best_groups,
+    "a table in the dtype of tokens": lambda x: x * torch.arange(LENGTH).unsqueeze(-1).expand(-1, WIDTH).type_as(x),
+    "arguments by name": lambda x: functional.linear(input=torch.softmax(input=x, dim=-1), weight=torch.ones(4, WIDTH)),
     "batch first": lambda x: x.transpose(0, 1).contiguous().flatten(0, 1),
 }
 
@@ -104,10 +106,13 @@ LOSSES: dict[str, Run] = {
         / (TARGETS >= 0).sum()
     ),
     "squares": lambda x: functional.mse_loss(x, torch.ones(2, LENGTH, WIDTH)),
+    "squares of one row of targets": lambda x: functional.mse_loss(x, torch.ones(1, 1, WIDTH)),
+    "of the last token": lambda x: x[:, -1:].square().mean(),
     "with an auxiliary": lambda x: _shifted(x).float() + 0.1 * x.square().mean(),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_mean_of_what_ranks_have_of_a_loss_is_the_loss(name: str) -> None:
     x = torch.randn(2, LENGTH, WIDTH)
@@ -137,6 +142,22 @@ MIXED: dict[str, tuple[Run, str]] = {
     "running sum": (lambda x: x.cumsum(1), "goes over the tokens"),
     "pooling": (lambda x: torch.tanh(x.mean(1)), "share"),
     "scores": (lambda x: x @ x.transpose(1, 2), "fused"),
+    "attention without softmax": (
+        lambda x: x @ (x.unsqueeze(-1) * x.unsqueeze(-2)).sum(1),
+        "matmul joins tokens with a sum over tokens",
+    ),
+    "a bias of all tokens": (
+        lambda x: functional.linear(x, torch.ones(WIDTH, WIDTH), x.mean((0, 1))),
+        "linear joins tokens with a sum over tokens",
+    ),
+    "distance to the mean": (
+        lambda x: functional.mse_loss(x, x.mean(1, keepdim=True).expand(-1, LENGTH, -1)),
+        "mse_loss joins tokens with a sum over tokens",
+    ),
+    "a sum as divisor": (lambda x: torch.div(torch.ones(()), other=x.sum()), "div is done to a sum over tokens"),
+    "a sum as a place": (lambda x: torch.arange(9.0)[x.mean().to(torch.long)], "rounds a sum over tokens"),
+    "tokens as classes": (lambda x: functional.cross_entropy(x, torch.ones_like(x)), "goes over the tokens"),
+    "the last token": (lambda x: x[:, -1:].squeeze(1), "picks a single token"),
     "cross attention": (
         lambda x: functional.scaled_dot_product_attention(x[:, None], torch.ones(2, 1, 3, 6), torch.ones(2, 1, 3, 6)),
         "cross attention",

@@ -154,6 +154,8 @@ def taken(whole: torch.Tensor, held: Held) -> torch.Tensor:
         inner = taken(whole.unflatten(held.dim, sizes), Held(held.dim + 1, held.length, held.spans))
         return inner.flatten(held.dim, held.dim + 2)
     pieces = [whole.narrow(held.dim, start, end - start) for start, end in held.spans]
+    if not pieces:
+        return whole.narrow(held.dim, 0, 0)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, held.dim)
 
 

@@ -80,8 +80,8 @@ class TokenSlices(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run `func` on what is here."""
-        kwargs = kwargs or {}
         name = _name(func)
+        args, kwargs = _by_position(name, args, kwargs or {})
         marks = [mark for x in _tensors(args, kwargs) if (mark := mark_of(x)) is not None]
         if not marks:
             if name not in ("embedding", "linear") or not args:
@@ -99,6 +99,8 @@ class TokenSlices(TorchFunctionMode):
         rule = _RULES.get(name)
         if rule is None:
             raise MixedTokensError(f"{name} is not known to treat the tokens of a sequence alike")
+        if rule is not _cast and any(isinstance(mark, Share) for mark in marks):
+            raise _refuse(name, "joins tokens with a sum over tokens")
         return rule(self, func, name, args, kwargs)
 
 
@@ -124,6 +126,15 @@ def _name(func: Callable[..., Any]) -> str:
     if name in ("__get__", "__set__"):
         return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
     return name
+
+
+def _by_position(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a call, of which rules find the first ones by their places, however the model gives them."""
+    first = _FIRST.get(name, ("input",))[len(args) :]
+    if not kwargs or not first or first[0] not in kwargs:
+        return args, kwargs
+    given = [key for n, key in enumerate(first) if all(before in kwargs for before in first[: n + 1])]
+    return (*args, *(kwargs[key] for key in given)), {k: v for k, v in kwargs.items() if k not in given}
 
 
 def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -161,14 +172,18 @@ def _of_shares(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
     if name.startswith("__") and plain[0] in "ir":
         plain = plain[1:]
     given = [isinstance(mark_of(x), Share) for x in args[:2]]
+    if plain == "getitem" and any(isinstance(mark_of(x), Share) for x in _tensors(args[1:], kwargs)):
+        raise _refuse("indexing", "goes by a sum over tokens of which each rank has a share")
     divisor = given[0] if name.startswith("__r") else given[-1] and len(given) > 1
     quotient = plain in ("div", "divide", "true_divide", "truediv") and not divisor
     product = plain in ("mul", "multiply") and not all(given)
-    if not (plain in _LINEAR or quotient or product):
+    if not (plain in _LINEAR or quotient or product) or kwargs.get("rounding_mode"):
         raise _refuse(name, "is done to a sum over tokens of which each rank has a share")
     output = func(*args, **kwargs)
     for x in output if isinstance(output, tuple | list) else [output]:
         if isinstance(x, torch.Tensor):
+            if name in ("to", "type", "type_as") and args[0].is_floating_point() and not x.is_floating_point():
+                raise _refuse(name, "rounds a sum over tokens of which each rank has a share")
             set_mark(x, SHARE)
     return output
 
@@ -190,8 +205,6 @@ def _pointwise(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) 
     held, behind = found[0]
     if any(place != behind or not other.same_tokens(held) for other, place in found):
         raise _refuse(name, "joins tensors that hold different tokens, or pairs tokens with each other")
-    if any(isinstance(mark_of(x), Share) for x in given):
-        raise _refuse(name, "joins tokens with a sum over tokens")
     ndim = max(_ndim(x) for x in given)
     in_place = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
     if in_place and _held(args[0]) is None:
@@ -205,6 +218,11 @@ def _pointwise(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) 
         if isinstance(x, torch.Tensor):
             set_mark(x, held.at(ndim + behind))
     return output
+
+
+def _cast(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """The first argument in another dtype, or on another device: that of the second, if it is a tensor."""
+    return set_mark(func(*args, **kwargs), mark_of(args[0]))
 
 
 def _like(x: torch.Tensor, held: Held, behind: int, name: str) -> torch.Tensor:
@@ -262,9 +280,12 @@ def _reduction(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) 
     if dims is None or held.dim in dims:
         if name not in ("sum", "mean"):
             raise _refuse(name, "goes over the tokens of a sequence")
-        share = func(*args, **kwargs) * mode.num_ranks
+        if name == "mean" and not held.own_size:  # the mean of nothing is no number
+            share = torch.sum(*args, **kwargs) * 0.0
+        else:
+            share = func(*args, **kwargs) * mode.num_ranks
         if name == "mean":
-            share = share * (own_shape(x)[held.dim] / held.whole_size)
+            share = share * (held.own_size / held.whole_size)
         return set_mark(share, SHARE)
     keeps = kwargs.get("keepdim", False) or any(a is True for a in args[2:])
     gone = 0 if keeps else sum(d < held.dim for d in dims)
@@ -355,6 +376,8 @@ def _with_dims(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) 
         return set_mark(func(*args, **kwargs), held.at(held.dim + (dim <= held.dim)))
     dims = range(len(whole)) if given is None else given if isinstance(given, tuple | list) else [given]
     gone = sorted((_dim(d, len(whole)) for d in dims if whole[d] == 1), reverse=True)
+    if held.dim in gone:
+        raise _refuse(name, "picks a single token")
     for dim in gone:
         x = x.squeeze(dim)
     return set_mark(x if gone else x.view_as(x), held.at(held.dim - sum(d < held.dim for d in gone)))
@@ -520,13 +543,18 @@ def _loss(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> An
     if rest.get("size_average") is not None or rest.get("reduce") is not None:
         raise _refuse(name, "is given size_average or reduce, which are gone; give reduction")
     by_class = name in ("cross_entropy", "nll_loss") and not target.is_floating_point()
-    if by_class and held.dim == 1 and _ndim(given) > 1:
+    if name in ("cross_entropy", "nll_loss") and held.dim == 1 and _ndim(given) > 1:
         raise _refuse(name, "goes over the tokens of a sequence")
     at = held.at(held.dim - (by_class and held.dim > 1))
     other = _held(target)
     if other is not None and other != at:
         raise _refuse(name, "joins tensors that hold different tokens")
-    own = target if other is not None else taken(target, at)
+    if name in ("cross_entropy", "nll_loss"):
+        own = target if other is not None else taken(target, at)
+    elif torch.broadcast_shapes(whole_shape(given), whole_shape(target)) != whole_shape(given):
+        raise _refuse(name, "is given larger targets than predictions")
+    else:
+        own = _like(target, held, held.dim - _ndim(given), name)
     reduction = rest.pop("reduction", "mean")
     if reduction == "none":
         return set_mark(func(given, own, **rest, reduction="none"), at)
@@ -582,6 +610,20 @@ _BLIND = frozenset(
 )  # fmt: skip
 """Functions that say nothing of tokens."""
 
+_FIRST = {
+    "linear": ("input", "weight"),
+    "embedding": ("input", "weight"),
+    "matmul": ("input", "other"),
+    "mm": ("input", "mat2"),
+    "addmm": ("input", "mat1", "mat2"),
+    "mul": ("input", "other"),
+    "multiply": ("input", "other"),
+    "div": ("input", "other"),
+    "divide": ("input", "other"),
+    "true_divide": ("input", "other"),
+}
+"""What the first arguments of functions are called, where it is not the input alone."""
+
 _SHAPES = ("shape.__get__", "size", "numel", "nelement", "__len__")
 
 _LINEAR = frozenset(
@@ -598,7 +640,7 @@ _POINTWISE = """
     bitwise_and bitwise_or bitwise_not bitwise_xor isnan isinf isfinite nan_to_num atan2 hypot xlogy
     relu relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus softsign tanhshrink
     logsigmoid hardshrink softshrink threshold dropout alpha_dropout rrelu
-    to type type_as float double half bfloat16 long int bool short char byte cpu cuda clone contiguous detach alias
+    float double half bfloat16 long int bool short char byte cpu cuda clone contiguous detach alias
     data.__get__ real.__get__ imag.__get__ polar complex conj angle fill zero copy truediv floordiv mod and or xor
     invert
     """
@@ -620,6 +662,7 @@ def _table() -> dict[str, Rule]:
             found[form] = _pointwise
     groups: dict[Rule, str] = {
         _shape: " ".join(_SHAPES),
+        _cast: "to type type_as",
         _by_itself: "softmax log_softmax layer_norm rms_norm normalize cumsum topk sort argsort softmin glu",
         _reduction: "sum mean amax amin argmax argmin logsumexp all any prod var std norm max min",
         _product: "linear matmul __matmul__ mm addmm",
