@@ -148,6 +148,17 @@ class LateNet(CallingNet):
         return functional.dropout(x, self.rate, self.training)
 
 
+class NoisyNet(FusedDropNet):
+    """Takes words in another order, leaves out layers sample by sample, and adds noise."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens[:, torch.randperm(tokens.shape[1])])
+        for block in self.blocks:
+            stays = x.new_empty(x.shape[0], 1, 1).bernoulli_(0.6)
+            x = x + stays * block(x) + 0.1 * torch.randn_like(x)
+        return self.head(x)
+
+
 class Undropped(nn.Module):
     """Calls a module of its own that drops nothing."""
 
@@ -161,7 +172,7 @@ class Undropped(nn.Module):
 
 MODELS: dict[str, type[nn.Module]] = {
     "drop": DropNet, "fused": FusedDropNet, "calls": CallingNet, "imports": ImportingNet, "is helped": HelpedNet,
-    "writes": WritingNet
+    "writes": WritingNet, "noisy": NoisyNet
 }  # fmt: skip
 
 
@@ -193,6 +204,8 @@ CASES = {
     "in a helper, in stages": Case("is helped", stages=(2, 2)),
     "written into, in stages": Case("writes", stages=(2, 2)),
     "context 2": Case("fused", more={"context": 2}),
+    "noise, context 2": Case("noisy", more={"context": 2}, num_microbatches=1),
+    "noise, context 2 x tensor 2": Case("noisy", tensor=2, more={"context": 2}, num_microbatches=1),
     "context 2 x tensor 2 + sequence": Case("fused", tensor=2, more={"context": 2, "sequence": True}),
 }  # fmt: skip
 

@@ -135,6 +135,18 @@ def test_the_mean_of_gradients_is_that_of_the_whole() -> None:
     torch.testing.assert_close(sum(shares) / RANKS, torch.autograd.grad(loss(x), weight)[0])
 
 
+def test_noise_like_tokens_is_a_part_of_the_noise_for_all() -> None:
+    def noise(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return torch.randn_like(x)
+
+    x = torch.randn(2, LENGTH, WIDTH)
+
+    found = on_part(noise, x)
+
+    torch.testing.assert_close(found, taken(noise(x), HELD))
+
+
 MIXED: dict[str, tuple[Run, str]] = {
     "tokens repeated": (lambda x: x.repeat_interleave(2, dim=1), "lengthens the sequence"),
     "a class token": (lambda x: x[:, 0], "picks single tokens"),

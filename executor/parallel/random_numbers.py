@@ -7,8 +7,9 @@ the sequence.
 
 Everything else that a model or a loss draws from torch's generators, Python's or numpy's (noise, masked tokens, mixup)
 begins anew with every micro-batch, from (seed, step, first sample): alike on ranks with the same samples, independent
-on others. What the
-training script draws outside of `step` is left alone.
+on others. So it is on context ranks, where one draw may be for all tokens of a sample (a layer that is left out, the
+order of words); of noise like tokens each takes the part for its own. What the training script draws outside of `step`
+is left alone.
 
 Recompute draws again what forward drew, because torch puts its generator back: each dropout draws one number from it,
 by which it is known again. Whole layers may run again, too (of a model that calls checkpoint itself): they are known by
@@ -222,7 +223,7 @@ class RandomNumbers:
 
     def _enter(self, place: _Place) -> None:
         self._place, self._next = place, 0
-        seed = _number(self.seed, self._step, self._first, place, self._mesh.coordinates["context"])
+        seed = _number(self.seed, self._step, self._first, place)
         torch.default_generator.manual_seed(seed)
         if self._mesh.device.type == "cuda":
             torch.cuda.default_generators[self._mesh.device.index].manual_seed(seed)

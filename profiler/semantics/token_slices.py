@@ -508,10 +508,13 @@ def _picked_range(item: Any, held: Held, num_tokens: int, place: int) -> tuple[s
 def _factory(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """New tensors like one that holds tokens. Those of given sizes hold the same, if they have its dims up to that of
     the tokens: their elements are alike, or written later. All others are whole."""
-    if name.endswith("_like"):
-        return set_mark(func(*args, **kwargs), mark_of(args[0]))
     x, *given = args
     held = _held(x)
+    if name.startswith("rand") and held is not None:  # drawn for all tokens, as ranks draw alike
+        whole = func(x.new_empty(1).expand(whole_shape(x)), *given, **kwargs)
+        return set_mark(taken(whole, held).contiguous(), held)
+    if name.endswith("_like"):
+        return set_mark(func(*args, **kwargs), held)
     if held is None or name == "new_tensor":
         return func(*args, **kwargs)
     sizes = list(given[0] if given and isinstance(given[0], tuple | list) else given) or list(kwargs.get("size", ()))
@@ -639,7 +642,7 @@ _POINTWISE = """
     where masked_fill lerp addcmul addcdiv eq ne lt le gt ge logical_and logical_or logical_not logical_xor
     bitwise_and bitwise_or bitwise_not bitwise_xor isnan isinf isfinite nan_to_num atan2 hypot xlogy
     relu relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus softsign tanhshrink
-    logsigmoid hardshrink softshrink threshold dropout alpha_dropout rrelu
+    logsigmoid hardshrink softshrink threshold dropout
     float double half bfloat16 long int bool short char byte cpu cuda clone contiguous detach alias
     data.__get__ real.__get__ imag.__get__ polar complex conj angle fill zero copy truediv floordiv mod and or xor
     invert
