@@ -165,6 +165,7 @@ def shape(replicate: int = 1, shard: int = 1, tensor: int = 1, pipeline: int = 1
 
 TRAINED: dict[str, tuple[str, Shape, Recompute]] = {
     "own GPT, ring": ("gpt", shape(), "none"),
+    "additive mask with a row of keys": ("padding", shape(context_kind="all_gather"), "none"),
     "GPT-2 with HSDP": ("gpt2", shape(2, context_kind="all_gather"), "selective"),
     "BERT, heads for tokens, pipeline": (
         "bert",

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ...planner.plan.document import Plan
-from ...profiler.semantics.token_marks import Held, Mark, divided, mark_of, set_mark, taken
+from ...profiler.semantics.token_marks import Held, Mark, divided, mark_of, set_mark
 from ...profiler.semantics.token_slices import TokenSlices, run_token_by_token
 from ...profiler.tensor_cuts.context_trial import rehearsed_attention
 from .context_attention import ContextAttention
@@ -35,7 +34,6 @@ class ContextParallel:
         self.num_ranks = plan.degrees.context
         self._tensor_rank, self._num_slices = mesh.coordinates["tensor"], plan.degrees.tensor
         self._mode = TokenSlices(length, self.spans, self.num_ranks, attend)
-        self._tables = WeakIdKeyDictionary()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -81,18 +79,6 @@ class ContextParallel:
             module = stage.get_submodule(name)
             module.forward = partial(run_token_by_token, module.forward)
 
-    def entering(self, leaf: Any) -> Any:
-        """What a layer is given: of tables with a row for each token (rotary ones), the rows of this rank's tokens."""
-        if not isinstance(leaf, torch.Tensor) or mark_of(leaf) is not None or leaf.requires_grad:
-            return leaf
-        dims = [dim for dim, size in enumerate(leaf.shape) if size == self.length]
-        if leaf.ndim < 2 or len(dims) != 1 or not (leaf.is_floating_point() or leaf.is_complex()):
-            return leaf
-        if leaf not in self._tables:
-            held = self._mode.begun(dims[0])
-            self._tables[leaf] = set_mark(taken(leaf, held), held)
-        return self._tables[leaf]
-
 
 class Passage:
     """Marks are on tensor objects, and both fully_shard and checkpointing give a module new ones for what it was given.
@@ -123,10 +109,8 @@ class Passage:
         """Note marks before any hook."""
         self._module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        args, kwargs = tree_map(self._context.entering, (args, kwargs))
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._entering = [mark_of(leaf) for leaf in tree_leaves((args, kwargs))]
-        return args, kwargs
 
     def _restore(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         _mark_all(tree_leaves((args, kwargs)), self._entering)

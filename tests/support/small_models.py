@@ -174,6 +174,17 @@ class _WithMask(_Transformer):
         return self.head(self.norm(x))
 
 
+class _WithPadding(_Transformer):
+    """Every block adds a number to the scores of each word."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions
+        added = torch.zeros(tokens.shape, device=x.device).masked_fill(tokens == 0, -1e4)
+        for block in self.blocks:
+            x = block(x, added[:, None, None, :])
+        return self.head(self.norm(x))
+
+
 class _Stem(nn.Module):
     """Begins with a layer of three modules, of which the last is not trained, and the others read no output of it."""
 
@@ -569,6 +580,7 @@ MAKERS: dict[str, Callable[[], LoadedModel]] = {
     "root parameter": lambda: load_model(_Transformer, batch=_tokens, loss=_next_token),
     "large vocabulary": lambda: load_model(_large, batch=_tokens, loss=_next_token),
     "mask": lambda: load_model(_WithMask, batch=_tokens, loss=_next_token),
+    "padding": lambda: load_model(_WithPadding, batch=_tokens, loss=_next_token),
     "stem": lambda: load_model(_Stem, batch=_features, loss=_class),
     "shared block": lambda: load_model(_Shared, batch=_tokens, loss=_next_token),
     "frozen block": lambda: load_model(_frozen("blocks.1"), batch=_tokens, loss=_next_token),
