@@ -1,5 +1,7 @@
 """Ranks that hold parts of the same sequences train as one process does."""
 
+import warnings
+from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -311,6 +313,71 @@ def test_reentrant_checkpoints_keep_sequences_whole(reentrant: bool) -> None:
 
     assert found.startswith("a reentrant checkpoint repeats a forward in backward") == reentrant
     assert bool(found) == reentrant
+
+
+class Acting(nn.Module):
+    """Words, to which something is done."""
+
+    def __init__(self, act: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.words, self.layer, self.act = nn.Embedding(8, 4), nn.Linear(4, 8), act
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, words: torch.Tensor) -> Any:
+        return self.layer(self.act(self, self.words(words)))
+
+
+def hooked(hook: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    def act(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        x.register_hook(hook)
+        return x
+
+    return act
+
+
+def kept(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model.mean.add_(x.mean((0, 1)))
+    return x
+
+
+def scripted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(_doubled)(x)
+
+
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x) * 2
+
+
+@pytest.mark.parametrize(
+    ("act", "problem"),
+    [
+        (hooked(lambda grad: grad * 0.5 * torch.arange(grad.shape[1])[:, None]), ""),
+        (hooked(lambda grad: grad - grad.mean(1, keepdim=True)), "sub joins tokens with a sum over tokens"),
+        (kept, "buffer mean keeps what is made of tokens"),
+        (scripted, "is called by what torch's functions do not show"),
+    ],
+    ids=["a hook on each gradient", "a hook on all", "a buffer", "a script"],
+)
+def test_what_is_done_beside_the_forward_is_looked_at(act: Any, problem: str) -> None:
+    def loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output.flatten(0, 1), batch.flatten())
+
+    found = trace(
+        load_model(lambda: Acting(act), batch=lambda size, seq_len=16: torch.randint(8, (size, seq_len)), loss=loss)
+    )
+
+    assert problem in found.context_problem
+    assert bool(found.context_problem) == bool(problem)
+
+
+def test_gradients_that_are_bounded_within_the_model_keep_sequences_whole() -> None:
+    bounded = small_profile("padding").model_copy(update={"gradient_problem": "the gradient of x is bounded"})
+
+    assert "each rank has the gradient of its own part" in str(context_rule(bounded, 2, 1, "ring"))
 
 
 @pytest.mark.slow

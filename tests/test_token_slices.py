@@ -169,6 +169,12 @@ MIXED: dict[str, tuple[Run, str]] = {
     "a sum as divisor": (lambda x: torch.div(torch.ones(()), other=x.sum()), "div is done to a sum over tokens"),
     "a sum as a place": (lambda x: torch.arange(9.0)[x.mean().to(torch.long)], "rounds a sum over tokens"),
     "tokens as classes": (lambda x: functional.cross_entropy(x, torch.ones_like(x)), "goes over the tokens"),
+    "an operator of aten": (lambda x: torch.ops.aten.roll.default(x, [1], [1]), "roll.default is not known"),
+    "vmap": (lambda x: torch.vmap(lambda row: row.cumsum(0))(x), "cumsum is called within torch.func"),
+    "words counted": (
+        lambda x: functional.embedding(x.argmax(-1), torch.ones(WIDTH, 2), scale_grad_by_freq=True),
+        "divides gradients by how often a word is in the batch",
+    ),
     "the last token": (lambda x: x[:, -1:].squeeze(1), "picks a single token"),
     "cross attention": (
         lambda x: functional.scaled_dot_product_attention(x[:, None], torch.ones(2, 1, 3, 6), torch.ones(2, 1, 3, 6)),

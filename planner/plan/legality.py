@@ -146,6 +146,12 @@ def context_rule(profile: ModelProfile, context: int, tensor: int, kind: Context
         )
     if profile.context_problem:
         return f"context: {profile.context_problem}"
+    if profile.gradient_problem:
+        return (
+            f"context: {profile.gradient_problem}, because a hook or an autograd function of the model clips it or "
+            "adds to it, and each rank has the gradient of its own part; bound gradients in the training loop, and "
+            "return what a function would add with the loss"
+        )
     if profile.seq_len % (2 * context):
         return (
             f"context={context} does not divide the sequence of {profile.seq_len} into two chunks for each rank, "

@@ -11,13 +11,16 @@ Slicing begins by itself: where ids of a whole sequence are looked up in a table
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
 from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from .producers import is_wrapped, unwrapped
 from .token_marks import (
     SHARE,
     Held,
@@ -84,16 +87,20 @@ class TokenSlices(TorchFunctionMode):
         args, kwargs = _by_position(name, args, kwargs or {})
         marks = [mark for x in _tensors(args, kwargs) if (mark := mark_of(x)) is not None]
         if not marks:
+            if any(is_wrapped(x) and mark_of(unwrapped(x)) is not None for x in _tensors(args, kwargs)):
+                raise _refuse(
+                    name, "is called within torch.func (vmap, grad), where it is not known which tokens are here"
+                )
             if name not in ("embedding", "linear") or not args:
                 return func(*args, **kwargs)
             whole = args[0]
             dim = whole.ndim - (1 if name == "embedding" else 2)
-            if dim < 0 or whole.shape[dim] != self.length or (name == "linear" and whole.ndim < 3):
+            if dim < 0 or whole.shape[dim] != self.length or not _begins(name, whole):
                 return func(*args, **kwargs)
             held = self.begun(dim)
             args = (set_mark(taken(whole, held), held), *args[1:])
-        elif name in _BLIND or (isinstance(func, OpOverload) and func.namespace in ("aten", "prim")):
-            return func(*args, **kwargs)  # torch's own operators come from below the functions that are followed
+        elif name in _BLIND or (isinstance(func, OpOverload) and func.namespace == "prim"):
+            return func(*args, **kwargs)
         elif all(isinstance(mark, Share) for mark in marks):
             return _of_shares(func, name, args, kwargs)
         rule = _RULES.get(name)
@@ -119,6 +126,11 @@ def run_token_by_token(forward: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 Rule = Callable[[TokenSlices, Callable[..., Any], str, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _begins(name: str, whole: torch.Tensor) -> bool:
+    """Whether a function is given ids, or features of several tokens."""
+    return whole.ndim > 2 if name == "linear" else not whole.is_floating_point()
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -166,7 +178,7 @@ def _dim(dim: int, ndim: int) -> int:
 
 def _of_shares(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is linear in shares is a share."""
-    if name in _SHAPES:
+    if name in _SHAPES or name == "register_hook":
         return func(*args, **kwargs)
     plain = name.strip("_")
     if name.startswith("__") and plain[0] in "ir":
@@ -316,6 +328,8 @@ def _product(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) ->
 
 
 def _embedding(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    if kwargs.get("scale_grad_by_freq") or any(a is True for a in args[4:]):
+        raise _refuse(name, "divides gradients by how often a word is in the batch (scale_grad_by_freq)")
     return set_mark(func(*args, **kwargs), _only(name, args, kwargs))
 
 
@@ -574,6 +588,26 @@ def _loss(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> An
     return set_mark(total, SHARE)
 
 
+def _hook(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Called with the gradient of the tokens that are here, known as such; of fake tensors, which get none, at once."""
+    x, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
+    held = _only(name, args, {})
+
+    def called(grad: torch.Tensor) -> Any:
+        with ExitStack() as stack:
+            if mode not in _get_current_function_mode_stack():
+                stack.enter_context(mode)
+            found = hook(set_mark(grad, held))
+        if found is not None and mark_of(found) != held:
+            raise MixedTokensError("a hook on gradients (register_hook) makes something else of them than tokens")
+        return found
+
+    if isinstance(x, FakeTensor):
+        with torch.no_grad():
+            called(torch.zeros_like(x))
+    return func(x, called)
+
+
 def _attention(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
     query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
@@ -607,7 +641,7 @@ _BLIND = frozenset(
     )
 ) | frozenset(
     ("is_floating_point", "is_complex", "element_size", "get_device", "is_contiguous", "stride", "data_ptr", "dim",
-     "ndimension", "storage_offset", "untyped_storage", "register_hook", "retain_grad", "requires_grad_", "_is_view",
+     "ndimension", "storage_offset", "untyped_storage", "retain_grad", "requires_grad_", "_is_view",
      "is_inference", "requires_grad.__set__", "ndim.__get__", "__hash__", "is_tensor", "is_same_size", "is_signed",
      "record_stream", "is_conj", "is_neg", "_is_zerotensor", "_typed_storage", "__repr__", "_set_grad_enabled")
 )  # fmt: skip
@@ -686,6 +720,7 @@ def _table() -> dict[str, Rule]:
         " new_tensor",
         _loss: " ".join(_LOSS_ARGUMENTS),
         _attention: "scaled_dot_product_attention",
+        _hook: "register_hook",
     }
     for rule, names in groups.items():
         found |= dict.fromkeys(names.split(), rule)

@@ -7,8 +7,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ..model.fake import FakeModel
 from ..model.model_profile import LayerProfile
@@ -30,6 +32,7 @@ def context_problem(fake: FakeModel, banks: Iterable[str], layers: Iterable[Laye
         return "it decides by the values of tensors, of which each rank would have others"
     size = max(1, length // (2 * _RANKS))
     tokens = TokenSlices(length, ((0, size), (length - size, length)), _RANKS, rehearsed_attention)
+    unseen = _NotFollowed(tokens)
     batch = fake.batch(1, None)
     try:
         with ExitStack() as stack:
@@ -45,12 +48,42 @@ def context_problem(fake: FakeModel, banks: Iterable[str], layers: Iterable[Laye
             stack.enter_context(patch.object(checkpoint.CheckpointFunction, "apply", _repeat_unmarked))
             stack.enter_context(fake.running())
             stack.enter_context(tokens)
+            stack.enter_context(unseen)
             loss = fake.loss(batch)
+            kept = next((name for name, buffer in fake.module.named_buffers() if mark_of(buffer) is not None), "")
     except ValueError as error:
-        return str(error.__cause__ or error).partition("\n")[0]
+        return unseen.problem or str(error.__cause__ or error).partition("\n")[0]
     if not tokens.started:
         return "no ids of its sequence are looked up in a table, and no features of it meet a weight"
+    if kept:
+        return f"buffer {kept} keeps what is made of tokens, of which each rank has its own"
     return "its loss is not a mean over tokens" if isinstance(mark_of(loss), Held) else ""
+
+
+class _NotFollowed(TorchDispatchMode):
+    """Raises MixedTokensError where tokens come to an operator past the mode that follows them: what is returned has no
+    mark, and would be taken for whole."""
+
+    def __init__(self, tokens: TokenSlices) -> None:
+        super().__init__()
+        self._tokens = tokens
+        self.problem = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        follows = self._tokens in _get_current_function_mode_stack() and not torch._C._is_torch_function_all_disabled()
+        if (
+            follows
+            and func.namespace != "prim"
+            and any(mark_of(leaf) is not None for leaf in tree_leaves((args, kwargs)))
+        ):
+            self.problem = (
+                f"{func._overloadpacket.__name__} is called by what torch's functions do not show (torch.jit.script, "
+                "for one)"
+            )
+            raise MixedTokensError(self.problem)
+        return func(*args, **(kwargs or {}))
 
 
 def _repeat_unmarked(*args: Any) -> None:
