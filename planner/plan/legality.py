@@ -181,7 +181,14 @@ def expert_rule(profile: ModelProfile, expert: int, sequence: bool = False) -> s
     undivided = sorted(bank.count for _, bank in banks if bank.count % expert)
     if undivided:
         return f"expert={expert} does not divide {undivided[0]} experts"
+    held = {name for layer in profile.layers for name in _expert_parameters(profile, layer)}
+    read = Counter(name for layer in profile.layers for name in set(layer.parameters) & held)
+    several = [name for name, count in read.items() if count > 1 or any(name in group for group in profile.ties)]
+    if several:
+        return f"expert: {several[0]} is read in several places, each of which would run a part of it"
     for layer_class, bank in banks:
+        if bank.problem:
+            return f"expert: {bank.module or layer_class.name} {bank.problem}"
         if not bank.called:
             return (
                 f"expert: {bank.module or layer_class.name} is not called with tokens, the experts of each and their "
@@ -191,9 +198,7 @@ def expert_rule(profile: ModelProfile, expert: int, sequence: bool = False) -> s
     whole = [c.name for c in classes if c.sequence is None]
     if sequence and whole:
         return f"expert: sequence-parallel ranks hold the same tokens in {whole[0]}, which needs the whole sequence"
-    read = Counter(name for layer in profile.layers for name in _expert_parameters(profile, layer))
-    several = [name for name, count in read.items() if count > 1 or any(name in group for group in profile.ties)]
-    return f"expert: {several[0]} is read in several places, each of which would run a part of it" if several else None
+    return None
 
 
 def _expert_parameters(profile: ModelProfile, layer: LayerProfile) -> list[str]:

@@ -106,11 +106,18 @@ def _by_shapes(sizes: RunSizes) -> Coupling | None:
     return None
 
 
+def small_enough(loaded: LoadedModel, profile: ModelProfile) -> LoadedModel | None:
+    """The model, or its small version, if that may be run with real numbers; None if neither."""
+    if profile.num_parameters <= _MOST_PARAMETERS:
+        return loaded
+    return None if loaded.small is None else loaded.small()
+
+
 def _by_numbers(loaded: LoadedModel, profile: ModelProfile) -> Samples:
-    if profile.num_parameters > _MOST_PARAMETERS and loaded.small is not None:
-        loaded = loaded.small()
-    elif profile.num_parameters > _MOST_PARAMETERS:
+    small = small_enough(loaded, profile)
+    if small is None:
         return Samples()
+    loaded = small
     flops = 2 * SAMPLES * profile.flops_per_sample()
     tries = [loaded] if flops <= _MOST_FLOPS else []
     if loaded.seq_len is not None and loaded.seq_len > _SHORT:

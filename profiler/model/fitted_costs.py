@@ -51,6 +51,7 @@ def fitted_experts(whole: Sequence[Observation]) -> tuple[Experts, ...]:
                 chosen_groups=seen.groups[1],
                 called=seen.called if all(run.experts[module].called == seen.called for run in whole) else "",
                 attributes=seen.attributes,
+                problem=seen.problem,
             )
         )
     return tuple(experts)

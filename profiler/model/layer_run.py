@@ -59,6 +59,7 @@ class ExpertBank:
     called: Literal["", "routed", "stacked"] = ""
     attributes: tuple[str, ...] = ()
     groups: tuple[int, int] = (1, 1)
+    problem: str = ""
 
 
 @dataclass
@@ -324,15 +325,20 @@ class LayerRun:
             count, call = stacked_over(module), calls[0]
             if not count or len(calls) > 1 or call is None:
                 continue
-            inside = [op for op in forward if f"{op.module}.".startswith(f"{name}.")]
+            inside = [op for op in forward if op.call >= 0 and (not name or f"{op.module}.".startswith(f"{name}."))]
             if call.kind == "routed":
                 able = is_linear_in(call.weights, call.output, inside)
             else:
                 able = keeps_apart(count, inside)
             if able:
-                found = [f"{name}.{own}" for own, _ in module.named_parameters()]
+                found = [f"{name}.{parameter}".removeprefix(".") for parameter, _ in module.named_parameters()]
                 attributes = counts_of(module, count)
-                self.observation.experts[name] = ExpertBank(count, call.rows, found, call.kind, attributes)
+                bank = ExpertBank(count, call.rows, found, call.kind, attributes)
+                own = {self.storages.number(parameter) for parameter in module.parameters()}
+                inner, all_reads = (sum(v.storage in own for op in ops for v in op.inputs) for ops in (inside, forward))
+                if inner < all_reads:
+                    bank.problem = "has parameters that are read outside of its forward, where a rank has some of them"
+                self.observation.experts[name] = bank
         for bank in self.observation.experts.values():
             bank.groups = groups_of(bank.count, forward)
 

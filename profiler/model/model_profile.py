@@ -279,6 +279,7 @@ class Experts(Frozen):
         "'': otherwise",
     )
     attributes: tuple[str, ...] = Field(default=(), description="the module's own numbers of experts")
+    problem: str = Field(default="", description="what keeps ranks from running a part of it each; '' if nothing")
 
 
 class LayerPart(Frozen):

@@ -26,6 +26,7 @@ from .chain import Layer, LayerChain, observe, shapes_at, unlike_crossings
 from .class_costs import Costed, layer_class_of
 from .coupling import Coupling, samples_of
 from .crossing_tensors import batch_tensors, crossing_tensors
+from .expert_trial import with_problems
 from .fake import DecidesByValuesError, FakeModel, fake_model, real_model
 from .held_tensors import held_beside
 from .lengths import at_seq_len
@@ -207,6 +208,7 @@ def _profile(
     found = _found_cuts(fake, chain, sizes, firsts) if cuts else dict.fromkeys(firsts, Found())
     problem = mixed_precision_problem(fake, chain) if fake.mode is not None else _BY_VALUES
     profile, costed = _profile_at(fake, chain, sizes, found, problem, notes, progress)
+    profile = with_problems(loaded, profile)
     samples = samples_of(loaded, profile, sizes)
     coupling = samples.coupling
     problem_of_cuts, unlike = unlike_crossings(fake, chain, 2)

@@ -1,0 +1,195 @@
+"""Banks of experts on real numbers: whether parts of one, each with some of the experts, make what the whole makes.
+
+Operators tell that a bank is linear in its weights (expert_banks.py). They do not tell what else it does with the
+numbers of experts, with the rows beside each other, or with the places of a token's experts.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..semantics.draws import SameDraws, dice_apart
+from ..threads import one_thread
+from .building import in_training
+from .coupling import as_float, small_enough, upcast
+from .expert_banks import routing_of
+from .forward_state import changed, places_of, put_back, taken, undone
+from .loaded import LoadedModel, split_inputs
+from .model_profile import Experts, ModelProfile
+
+_SAMPLES = 2
+_SHORT = 16
+
+_ROUNDING = 1e-3
+"""Relative difference of what a bank returns, and of its gradients, that may be rounding in fp32."""
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def with_problems(loaded: LoadedModel, profile: ModelProfile) -> ModelProfile:
+    """The profile, in which is said of banks of experts what keeps ranks from running parts of them. Those of models
+    that are too large for real numbers stay as they are."""
+    banks = {
+        f"{layer.root}.{bank.module}".strip("."): (layer.layer_class, bank)
+        for layer in profile.layers
+        for bank in profile.classes[layer.layer_class].experts
+        if bank.called and not bank.problem and bank.count > 1
+    }
+    small = small_enough(loaded, profile) if banks else None
+    if small is None:
+        return profile
+    problems: dict[tuple[int, str], str] = {}
+    for name, found in _problems(small, {name: bank for name, (_, bank) in banks.items()}).items():
+        place, bank = banks[name]
+        problems.setdefault((place, bank.module), found)
+    if not problems:
+        return profile
+
+    def told(bank: Experts, place: int) -> Experts:
+        return bank.model_copy(update={"problem": problems.get((place, bank.module), bank.problem)})
+
+    classes = (
+        c.model_copy(update={"experts": tuple(told(bank, place) for bank in c.experts)})
+        for place, c in enumerate(profile.classes)
+    )
+    return profile.model_copy(update={"classes": tuple(classes)})
+
+
+def _problems(loaded: LoadedModel, banks: dict[str, Experts]) -> dict[str, str]:
+    """Name of a bank -> what keeps ranks from running parts of it, of those that one forward calls."""
+    with torch.random.fork_rng(devices=[]), dice_apart(), one_thread():
+        torch.manual_seed(0)
+        try:
+            module = in_training(upcast(loaded.build()))
+            calls = _calls(module, loaded, set(banks))
+        except Exception:  # it runs at one length only, or needs what a CPU has not: nothing is seen then
+            return {}
+        found = {name: problem_of(module.get_submodule(name), banks[name], call) for name, call in calls.items()}
+    return {name: problem for name, problem in found.items() if problem}
+
+
+def _calls(module: nn.Module, loaded: LoadedModel, names: set[str]) -> dict[str, Call]:
+    """What banks are called with, by name."""
+    short = loaded.seq_len is not None and loaded.seq_len > _SHORT
+    given = tree_map(as_float, (loaded.with_seq_len(_SHORT) if short else loaded).batch(_SAMPLES))
+    calls: dict[str, Call] = {}
+
+    def note(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(name, tree_map(_detached, (args, kwargs)))
+
+    hooks = [
+        bank.register_forward_pre_hook(partial(note, name), with_kwargs=True)
+        for name, bank in module.named_modules()
+        if name in names
+    ]
+    try:
+        args, kwargs = split_inputs(module, given, loaded.loss is not None)
+        with undone(module), torch.no_grad(), SameDraws():
+            module(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def problem_of(module: nn.Module, bank: Experts, call: Call) -> str:
+    """What keeps ranks from running a part of the bank each, in words; "" if nothing is seen. call: of the bank, by a
+    forward; it is called with other tokens, weights and parameters of these shapes."""
+    args, kwargs = call
+    routing = routing_of(args, kwargs) if bank.called == "routed" else None
+    if routing is not None and not bool(((routing[1] >= 0) & (routing[1] < bank.count)).all()):
+        return f"is given numbers of experts outside of 0 .. {bank.count - 1}, which no rank holds"
+    drawn = tree_map(lambda leaf: torch.randn_like(leaf) if _is_float(leaf) else leaf, call)
+    if routing is not None:
+        everywhere = torch.rand(len(routing[1]), bank.count).argsort()[:, : routing[1].shape[1]].to(routing[1].dtype)
+        drawn = tree_map(lambda leaf: everywhere if leaf is routing[1] else leaf, drawn)
+    parameters = {n: torch.randn_like(p) * p.shape[1] ** -0.5 for n, p in module.named_parameters()}
+    before = taken(places_of(module))
+    try:
+        whole = _with_gradients(partial(functional_call, module), parameters, drawn)
+    except Exception:  # it takes other numbers than those: nothing is seen then
+        return ""
+    left = changed(before)
+    put_back(before)
+    if left:
+        return "leaves something behind in its module at each call, which would be that of a rank's own experts"
+    try:
+        parts = _with_gradients(partial(_in_parts, module, bank), parameters, drawn)
+    except Exception as error:
+        return f"does not run with a part of its experts ({type(error).__name__}: {error})"
+    finally:
+        put_back(changed(before))
+    if all(a.shape == b.shape and _is_near(a, b) for a, b in zip(whole, parts, strict=True)):
+        return ""
+    return (
+        "makes other numbers in parts: it uses the numbers of experts, or the places of rows, for more than to choose "
+        "each row's parameters, or mixes rows or parameters of several experts"
+    )
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _with_gradients(
+    run: Callable[..., torch.Tensor], parameters: dict[str, torch.Tensor], call: Call
+) -> list[torch.Tensor]:
+    """What a bank returns, and the gradients of a sum over it with respect to all that it is given."""
+    own = {id(x): x.clone().requires_grad_() for x in tree_leaves((parameters, call)) if _is_float(x)}
+    given, (args, kwargs) = tree_map(lambda leaf: own.get(id(leaf), leaf), (parameters, call))
+    with torch.enable_grad(), SameDraws():
+        output = run(given, args, kwargs)
+        found = torch.autograd.grad(output.square().sum(), list(own.values()), materialize_grads=True)
+    return [output.detach(), *found]
+
+
+def _in_parts(
+    module: nn.Module, bank: Experts, parameters: dict[str, torch.Tensor], args: Any, kwargs: Any
+) -> torch.Tensor:
+    """What ranks that hold equal parts of the experts make between them."""
+    num_parts = next(n for n in range(2, bank.count + 1) if bank.count % n == 0)
+    share = bank.count // num_parts
+
+    def run(part: int, instead: dict[int, torch.Tensor]) -> torch.Tensor:
+        own = {name: whole.narrow(0, part * share, share) for name, whole in parameters.items()}
+        own_args, own_kwargs = tree_map(lambda leaf: instead.get(id(leaf), leaf), (args, kwargs))
+        counts = {name: getattr(module, name) for name in bank.attributes}
+        try:
+            for name, count in counts.items():
+                setattr(module, name, count // num_parts)
+            made: torch.Tensor = functional_call(module, own, own_args, own_kwargs)
+        finally:
+            for name, count in counts.items():
+                setattr(module, name, count)
+        return made
+
+    routing = routing_of(args, kwargs)
+    if bank.called == "stacked" or routing is None:
+        (tokens,) = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        return torch.cat([run(p, {id(tokens): tokens.narrow(0, p * share, share)}) for p in range(num_parts)])
+    tokens, indices, weights = routing
+    experts, slots = indices.flatten(), indices.shape[1]
+    order = (experts // share).argsort(stable=True)
+    made = []
+    for part in range(num_parts):
+        rows = order[experts[order] // share == part]
+        if not len(rows):
+            continue
+        ones = weights.new_ones((len(rows), 1))
+        instead = {id(tokens): tokens[rows // slots], id(weights): ones}
+        made.append(run(part, instead | {id(indices): (experts[rows] - part * share).unsqueeze(1)}))
+    back = torch.cat(made)[order.argsort()].view(*indices.shape, -1)
+    return (back * weights.unsqueeze(-1)).sum(1)
+
+
+def _is_near(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return float((a - b).abs().max()) <= _ROUNDING * max(float(a.abs().max()), 1e-12)
