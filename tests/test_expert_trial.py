@@ -1,12 +1,15 @@
-"""Banks of experts that are no sum of their parts are found and not spread."""
+"""Banks of experts that are no sum of their parts are found and not spread; those that are spread say how many experts
+they have to whoever asks."""
 
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from meshwright.executor.parallel.expert_exchange import run_spread
 from meshwright.planner.plan.legality import expert_rule
 from meshwright.profiler.model.expert_trial import problem_of
 from meshwright.profiler.model.load import load_model
@@ -140,3 +143,14 @@ def test_a_profile_says_why_experts_are_not_spread(make: Routed, beside: bool, t
     profile = trace(load_model(partial(MixtureNet, make, beside), batch=next_tokens(VOCABULARY), loss=loss))
 
     assert told in str(expert_rule(profile, 2))
+
+
+def test_a_spread_bank_tells_all_but_itself_how_many_experts_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    module = RoutedBank(lambda bank, rows, *_: told.append(bank.num_experts) or rows)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    run_spread(module, BANK, None)  # type: ignore[arg-type]
+
+    module.forward.forward(torch.ones(3, WIDTH), torch.zeros(3, 1), torch.ones(3, 1))
+
+    assert (told, module.num_experts) == ([2], COUNT)

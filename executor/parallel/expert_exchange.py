@@ -8,7 +8,7 @@ Ranks may send any number of rows, none included. What each will get is told by 
 the host, which makes room for it, while the device sorts the rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,10 +154,25 @@ class StackedBank:
 
 
 def run_spread(module: Any, bank: Experts, group: dist.ProcessGroup) -> None:
-    """From now on a module that held a bank of experts has its share of them, and is called as before."""
-    for name in bank.attributes:
-        setattr(module, name, getattr(module, name) // dist.get_world_size(group))
-    if bank.called == "stacked":
-        module.forward = StackedBank(module.forward, group)
-    else:
-        module.forward = Bank(module.forward, bank.count, group)
+    """From now on a module that held a bank of experts runs its share of them, and is called as before. Whoever reads
+    its number of experts, a router or a loss, still finds that of the whole bank."""
+    forward = _counting_share(module, bank.attributes, dist.get_world_size(group))
+    module.forward = StackedBank(forward, group) if bank.called == "stacked" else Bank(forward, bank.count, group)
+
+
+def _counting_share(module: Any, attributes: Sequence[str], num_ranks: int) -> Callable[..., torch.Tensor]:
+    """The module's forward, to which these numbers are those of a rank."""
+    whole_forward = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        counts = {name: getattr(module, name) for name in attributes}
+        for name, count in counts.items():
+            setattr(module, name, count // num_ranks)
+        try:
+            made: torch.Tensor = whole_forward(*args, **kwargs)
+        finally:
+            for name, count in counts.items():
+                setattr(module, name, count)
+        return made
+
+    return forward
