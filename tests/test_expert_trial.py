@@ -86,6 +86,17 @@ def mixed(bank: RoutedBank, rows: torch.Tensor, experts: torch.Tensor, weights: 
     return plain(bank, rows - rows.mean(0), experts, weights)
 
 
+def odd_and_even(bank: RoutedBank, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    y = plain(bank, rows, experts, weights)
+    return torch.cat([y[:, :1] * (1 + experts[:, None] % 2), y[:, 1:]], 1)
+
+
+def first_three(bank: RoutedBank, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    chosen = experts[:, None] == torch.arange(bank.num_experts)
+    place = (chosen.cumsum(0) * chosen).sum(1, keepdim=True)
+    return plain(bank, rows, experts, weights) * (place <= 3)
+
+
 def detached(bank: RoutedBank, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return bank.through(rows, experts).detach() * weights + plain(bank, rows, experts, weights.detach())
 
@@ -117,7 +128,7 @@ def test_banks_whose_parts_make_what_the_whole_makes_have_no_problem(make: Route
     assert problem(make) == ""
 
 
-@pytest.mark.parametrize("make", [numbered, looked_up, placed, neighbours, mixed, detached])
+@pytest.mark.parametrize("make", [numbered, looked_up, placed, neighbours, mixed, odd_and_even, first_three, detached])
 def test_banks_whose_parts_make_other_numbers_are_found(make: Routed) -> None:
     assert problem(make).startswith("makes other numbers in parts")
 

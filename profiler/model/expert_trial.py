@@ -118,18 +118,20 @@ def problem_of(module: nn.Module, bank: Experts, call: Call) -> str:
     put_back(before)
     if left:
         return "leaves something behind in its module at each call, which would be that of a rank's own experts"
-    try:
-        parts = _with_gradients(partial(_in_parts, module, bank), parameters, drawn)
-    except Exception as error:
-        return f"does not run with a part of its experts ({type(error).__name__}: {error})"
-    finally:
-        put_back(changed(before))
-    if all(a.shape == b.shape and _is_near(a, b) for a, b in zip(whole, parts, strict=True)):
-        return ""
-    return (
-        "makes other numbers in parts: it uses the numbers of experts, or the places of rows, for more than to choose "
-        "each row's parameters, or mixes rows or parameters of several experts"
-    )
+    fewest = next(n for n in range(2, bank.count + 1) if bank.count % n == 0)
+    for num_parts in dict.fromkeys((fewest, bank.count)):
+        try:
+            parts = _with_gradients(partial(_in_parts, module, bank, num_parts), parameters, drawn)
+        except Exception as error:
+            return f"does not run with a part of its experts ({type(error).__name__}: {error})"
+        finally:
+            put_back(changed(before))
+        if not all(a.shape == b.shape and _is_near(a, b) for a, b in zip(whole, parts, strict=True)):
+            return (
+                "makes other numbers in parts: it uses the numbers of experts, or the places of rows, for more than to "
+                "choose each row's parameters, or mixes rows or parameters of several experts"
+            )
+    return ""
 
 
 def _is_float(leaf: Any) -> bool:
@@ -153,10 +155,14 @@ def _with_gradients(
 
 
 def _in_parts(
-    module: nn.Module, bank: Experts, parameters: dict[str, torch.Tensor], args: Any, kwargs: Any
+    module: nn.Module,
+    bank: Experts,
+    num_parts: int,
+    parameters: dict[str, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """What ranks that hold equal parts of the experts make between them."""
-    num_parts = next(n for n in range(2, bank.count + 1) if bank.count % n == 0)
+    """What ranks that hold equal parts of the experts make between them, to whom another rank sends as much."""
     share = bank.count // num_parts
 
     def run(part: int, instead: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -173,10 +179,23 @@ def _in_parts(
         return made
 
     routing = routing_of(args, kwargs)
-    if bank.called == "stacked" or routing is None:
-        (tokens,) = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        return torch.cat([run(p, {id(tokens): tokens.narrow(0, p * share, share)}) for p in range(num_parts)])
-    tokens, indices, weights = routing
+    if bank.called == "routed" and routing is not None:
+        return _routed_in_parts(run, num_parts, share, *routing)
+    (tokens,) = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    own = (tokens.narrow(0, part * share, share) for part in range(num_parts))
+    made = (run(p, {id(tokens): torch.cat([each.detach().flip(1), each], 1)}) for p, each in enumerate(own))
+    return torch.cat([each[:, tokens.shape[1] :] for each in made])
+
+
+def _routed_in_parts(
+    run: Callable[[int, dict[int, torch.Tensor]], torch.Tensor],
+    num_parts: int,
+    share: int,
+    tokens: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """run: of a part, with tensors by the id of those that they stand for. share: experts of each part."""
     experts, slots = indices.flatten(), indices.shape[1]
     order = (experts // share).argsort(stable=True)
     made = []
@@ -184,9 +203,13 @@ def _in_parts(
         rows = order[experts[order] // share == part]
         if not len(rows):
             continue
-        ones = weights.new_ones((len(rows), 1))
-        instead = {id(tokens): tokens[rows // slots], id(weights): ones}
-        made.append(run(part, instead | {id(indices): (experts[rows] - part * share).unsqueeze(1)}))
+        others = rows.flip(0)
+        instead = {
+            id(tokens): torch.cat([tokens[others // slots].detach(), tokens[rows // slots]]),
+            id(indices): (experts[torch.cat([others, rows])] - part * share).unsqueeze(1),
+            id(weights): weights.new_ones((2 * len(rows), 1)),
+        }
+        made.append(run(part, instead)[len(rows) :])
     back = torch.cat(made)[order.argsort()].view(*indices.shape, -1)
     return (back * weights.unsqueeze(-1)).sum(1)
 
