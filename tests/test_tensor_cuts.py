@@ -409,6 +409,26 @@ def _same(x: torch.Tensor, heads: int) -> torch.Tensor:
                 _same,
                 "max_pool3d_with_indices in the layer is not known to treat all of what is cut alike",
             ),
+            (
+                lambda x, heads: x.masked_fill(x < x.topk(6 // heads, -1).values[..., -1:], -9.0),
+                _same,
+                "topk in the layer takes a number that counts what is cut",
+            ),
+            (
+                lambda x, heads: x * torch.linspace(0.5, 2.0, 9, dtype=x.dtype)[:heads].view(-1, 1, 1),
+                _same,
+                "slice in the layer takes a number that counts what is cut",
+            ),
+            (
+                lambda x, heads: torch.where(x > 0, x, float(heads)),
+                _same,
+                "scalar_tensor in the layer takes a number that counts what is cut",
+            ),
+            (
+                lambda x, heads: x * torch.linspace(0.5, 2.0, 2, dtype=x.dtype).repeat(heads // 2).view(-1, 1, 1),
+                _same,
+                "repeat in the layer takes a number that counts what is cut",
+            ),
         ],
         1,
     ),
@@ -421,6 +441,53 @@ def test_what_counts_heads_or_mixes_neighbours_is_not_cut(
 
     assert profile.classes[0].cuts == ()
     assert f"0.out: not cut by tensor parallelism, because {why}" in profile.notes[0]
+
+
+class _Diagonal(_Counting):
+    """Scores times the diagonal of a table with a row and a column for each head."""
+
+    def __init__(self) -> None:
+        super().__init__(_same, _same)
+        self.table = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scores = lambda scores, heads: scores * self.table.diagonal().view(-1, 1, 1)
+        return super().forward(x)
+
+
+def test_a_diagonal_is_no_slice_of_rows() -> None:
+    model = nn.Sequential(_Diagonal(), _Diagonal(), nn.Flatten())
+    profile = trace(load_model(model, batch=lambda size: torch.ones(size, 6, 32), loss=lambda y, batch: y.mean()))
+
+    assert profile.classes[0].cuts == ()
+    assert "because diagonal in the layer takes some of the cut features" in profile.notes[0]
+
+
+class _Turned(_Counting):
+    """Queries and keys of norm 1, turned as complex numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y(x).view(*x.shape[:2], self.heads, 8) for y in (self.q, self.k, self.v))
+        turns = torch.polar(torch.ones(x.shape[1], 1, 4), torch.ones(x.shape[1], 1, 4))
+        q, k = (torch.view_as_complex(y.float().reshape(*y.shape[:-1], -1, 2)) * turns for y in (q, k))
+        q, k = (functional.normalize(torch.view_as_real(y).flatten(3).type_as(x), dim=-1) for y in (q, k))
+        scores = torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k), -1)
+        return x + self.out(torch.einsum("bhqk,bkhd->bqhd", scores, v).flatten(2))
+
+
+def test_complex_rotary_embeddings_and_norms_of_each_head_leave_a_cut() -> None:
+    model = nn.Sequential(_Turned(_same, _same), _Turned(_same, _same), nn.Flatten())
+    profile = trace(load_model(model, batch=lambda size: torch.ones(size, 6, 32), loss=lambda y, batch: y.mean()))
+
+    assert [(cut.kind, cut.rows) for cut in profile.classes[0].cuts] == [("attention", ("out",))]
+
+
+def test_a_gate_over_halves_by_an_operator_of_torchs_does_not_break_off() -> None:
+    assert _cuts_between(lambda x: functional.glu(x.repeat_interleave(2, -1))) == ()
+
+
+def test_a_slope_that_all_features_share_may_lie_between() -> None:
+    assert [cut.units for cut in _cuts_between(nn.PReLU())] == [(32,)]
 
 
 class _ByPlaces(_Counting):

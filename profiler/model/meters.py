@@ -51,11 +51,19 @@ class View(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+    is_complex: bool = False
 
     @classmethod
     def of(cls, tensor: torch.Tensor, storage: int) -> "View":
         """View of a tensor."""
-        return cls(storage, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return cls(storage, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.is_complex())
+
+    @property
+    def in_reals(self) -> "View":
+        """The same as real numbers, in pairs if they are parts of complex ones."""
+        if not self.is_complex:
+            return self
+        return View(self.storage, (*self.shape, 2), (*(2 * s for s in self.strides), 1), 2 * self.offset)
 
 
 @dataclass

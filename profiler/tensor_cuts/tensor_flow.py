@@ -195,7 +195,8 @@ def _leak(flow: Flow, row: str, columns: Collection[str], between: set[int]) -> 
     used |= {view.storage for door in flow.doors.values() for view in door.returned.values()}
     for op in flow.ops:
         read = {view.storage for view in op.inputs}
-        if op.is_view or not read & inside or read & weights or (op.module and not made_by(op) & used):
+        unused = (op.module or "" in flow.doors) and not made_by(op) & used
+        if op.is_view or not read & inside or read & weights or unused:
             continue
         aside = made_by(op) - between
         if not made_by(op) & between or any(view.storage in aside for other in flow.ops for view in other.inputs):
@@ -265,6 +266,7 @@ class _Read:
 
     @classmethod
     def of(cls, view: View, width: int) -> "_Read":
+        view = view.in_reals
         start = view.offset % width
         sizes = [(s, n) for s, n in zip(view.strides, view.shape, strict=True) if 0 < s < width and n > 1]
         stride, count = max(sizes, default=(1, 1))

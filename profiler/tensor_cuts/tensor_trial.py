@@ -1,6 +1,7 @@
 """Whether a layer still computes the same with weights cut: its operators whole, beside those of the trial."""
 
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -72,8 +73,9 @@ def working(ops: Sequence[Op]) -> tuple[str, ...]:
 
 OTHER_OPERATORS = "because the layer runs other operators when its weights are cut"
 
-_DIM_SECOND = {"topk", "kthvalue"}
-"""Reductions whose first argument is a count, and whose dim comes second."""
+_DIM_SECOND = {"topk": -1, "kthvalue": -1, "norm": None, "linalg_vector_norm": None}
+"""Reductions whose first argument is a count or an exponent, and whose dim comes second, with the dim if none is given:
+None is all."""
 
 _REDUCTIONS = {
     "mean",
@@ -144,7 +146,7 @@ def _reduced(op: Op) -> tuple[int, ...]:
     shape = op.inputs[0].shape
     dims = op.arguments[0] if op.arguments else None
     if op.name in _DIM_SECOND:
-        dims = op.arguments[1] if len(op.arguments) > 1 else -1
+        dims = op.arguments[1] if len(op.arguments) > 1 else _DIM_SECOND[op.name]
     if type(dims) is int:
         return (shape[dims],) if -len(shape) <= dims < len(shape) else shape
     if isinstance(dims, list | tuple) and dims:
@@ -160,13 +162,16 @@ _AS_LARGE = {"empty_like", "full_like", "new_empty", "new_empty_strided", "new_f
 
 _EACH_ALONE = {
     *("native_dropout", "bernoulli", "bernoulli_", "rand_like", "randn_like", "complex", "polar", "floor_divide"),
-    *("embedding", "index", "repeat", "roll", "flip", "constant_pad_nd"),
+    *("embedding", "index", "repeat", "roll", "flip", "constant_pad_nd", "_prelu_kernel"),
 }
 """Operators beside those of one element that do the same to every feature, in whatever place, or which order_problem
 looks at."""
 
-_OF_NUMBERS = {"full", "full_like", "new_full", "fill_", "lift_fresh"}
-"""Operators that make tensors of the numbers that they are given."""
+_LISTS_SIZES = _ONE_NUMBER | _AS_LARGE | {"_unsafe_view", "native_layer_norm", "view", "expand"}
+"""Operators whose lists of numbers are sizes, of what is cut as well."""
+
+_COUNTS_CHANNELS = {"native_group_norm", "convolution"}
+"""Operators whose numbers count channels or groups of them; reduction_problem looks at them."""
 
 
 def number_problem(whole: Sequence[Op], cut: Sequence[Op], rows: set[str]) -> str:
@@ -174,21 +179,39 @@ def number_problem(whole: Sequence[Op], cut: Sequence[Op], rows: set[str]) -> st
     it is not known that it treats every feature alike: what comes of that is no slice. "" if there is none."""
     for a, b in zip(whole, cut, strict=True):
         where = f"in {a.module or 'the layer'}"
-        takes = a.kind == "attention" or a.name in _OF_NUMBERS or _is_of_one_element(a.name)
-        if takes and _numbers(a) != _numbers(b):
-            name = "torch.tensor" if a.name == "lift_fresh" else a.name
-            return f"because {name} {where} takes a number that counts what is cut"
         made = any(u.shape != v.shape for u, v in zip(a.outputs, b.outputs, strict=True))
         if not a.inputs and made and a.name not in _ONE_NUMBER:
             return f"because {a.name} {where} numbers what is cut, from its beginning on every rank"
         read = [_changed(u, v) for u, v in zip(a.inputs, b.inputs, strict=True)]
+        if _counts(a, b, read):
+            name = "torch.tensor" if a.name == "lift_fresh" else a.name
+            return f"because {name} {where} takes a number that counts what is cut"
         if any(read) and a.module not in rows and not (a.is_view or _treats_alike(a, read)):
             return f"because {a.name} {where} is not known to treat all of what is cut alike"
     return ""
 
 
+def _counts(whole: Op, cut: Op, changed: Sequence[Sequence[int]]) -> bool:
+    """Whether an operator takes another number than that of the whole layer, where what it is given has not another
+    size. changed: [input] -> its dims that are cut."""
+    if whole.name == "repeat":  # of one row as many as there are, be it of keys for all heads
+        each = zip(*map(reversed, (whole.arguments[0], cut.arguments[0], whole.inputs[0].shape)), strict=False)
+        return any(times != others and size > 1 for times, others, size in each)
+    if not whole.is_view:
+        return whole.name not in _COUNTS_CHANNELS and _numbers(whole) != _numbers(cut)
+    if whole.name in ("slice", "select"):
+        dim = (whole.arguments or (0,))[0] % len(whole.inputs[0].shape)
+        sizes = ([v.shape[dim] for v in op.outputs if op.name == "slice"] for op in (whole, cut))
+        return dim not in changed[0] and (whole.arguments[1:2] != cut.arguments[1:2] or operator.ne(*sizes))
+    shapes = ([v.shape for v in op.outputs] for op in (whole, cut))
+    return whole.name not in _LISTS_SIZES and not any(changed) and operator.ne(*shapes)
+
+
 def _numbers(op: Op) -> list[float]:
-    return [argument for argument in op.arguments if isinstance(argument, int | float)]
+    """Numbers that an operator is given, those in lists as well, unless they are sizes."""
+    found = [a for a in op.arguments if isinstance(a, int | float)]
+    lists = (a for a in op.arguments if isinstance(a, list | tuple) and op.name not in _LISTS_SIZES)
+    return found + [a for each in lists for a in each if isinstance(a, int | float)]
 
 
 _OF_NEIGHBOURS = re.compile(r"(?:max_pool|avg_pool|_?adaptive_|upsample_|reflection_pad|replication_pad).*?(\d)d")
@@ -207,7 +230,8 @@ def _treats_alike(op: Op, changed: Sequence[Sequence[int]]) -> bool:
     if pooled is not None:
         return last < len(op.inputs[0].shape) - int(pooled[1])
     if op.name in _ALONG_ONE_DIM:
-        return op.arguments[0] % len(op.inputs[0].shape) not in changed[0]
+        dim = op.arguments[0] if op.arguments else -1  # glu's
+        return dim % len(op.inputs[0].shape) not in changed[0]
     if op.name in ("tril", "triu"):
         return last < len(op.inputs[0].shape) - 2
     known = _AS_LARGE | _EACH_ALONE | _REDUCTIONS | _NORMS | _WHOLE_SHAPE | _PRODUCTS
@@ -234,7 +258,7 @@ def leading_problem(modules: Mapping[str, nn.Module], whole: Sequence[Op], cut: 
         for storage in ([view.storage] if is_convolution(modules[column]) else made_alike(whole, view))
     }
     for a, b in zip(whole, cut, strict=True):
-        for u, v in zip(a.inputs, b.inputs, strict=True):
+        for u, v in ((u.in_reals, v.in_reals) for u, v in zip(a.inputs, b.inputs, strict=True)):
             if a.is_view or u.storage not in made or u.shape == v.shape:
                 continue
             if is_convolution(modules[made[u.storage]]):
@@ -276,6 +300,7 @@ def order_problem(whole: Sequence[Op], cut: Sequence[Op], trial: TensorCut) -> s
 
 _ADDS_PLACES = {"cat", "repeat", "constant_pad_nd"}
 _CHANGES_PLACES = {"roll", "flip"}
+_PICKS_ANYWHERE = {"diagonal", "as_strided"}
 
 
 def _moves(whole: Op, cut: Op, place: int, columns: set[int]) -> bool:
@@ -285,6 +310,8 @@ def _moves(whole: Op, cut: Op, place: int, columns: set[int]) -> bool:
     dims = _changed(given, cut.inputs[place])
     if not dims:
         return False
+    if whole.name in _PICKS_ANYWHERE:
+        return True
     if whole.name in _CHANGES_PLACES:
         moved = whole.arguments[-1] or range(len(given.shape))
         return any(dim % len(given.shape) in dims for dim in moved)
