@@ -23,6 +23,7 @@ from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile, TensorCut
 from meshwright.profiler.model.trace import trace
+from meshwright.profiler.tensor_cuts.tensor_rank import OwnHeads
 from support import slow
 from support.ranks import PATIENCE_S, run_ranks
 from support.synthetic import cluster
@@ -55,6 +56,7 @@ CASES = {
     "tables by features": Case("bags", tensor=4),
     "groups that read one tensor": Case("parallel"),
     "norms of heads beside experts": Case("qwen3_30b_a3b"),
+    "slopes of all heads and samples": Case("slopes"),
 }
 
 
@@ -101,6 +103,53 @@ class _Beside(nn.Module):
         return self.head(x).squeeze(-1)
 
 
+class _Sloped(nn.Module):
+    """Attention by bmm, which is given slopes with a row for each head of each sample (Bloom), of one projection for
+    groups of two heads of queries, one of keys and one of values (Falcon)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.groups = 4, 2
+        self.qkv, self.out = nn.Linear(16, 32), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+        size, length, _ = x.shape
+        every = self.qkv(x).view(size, length, -1, self.heads // self.groups + 2, 4)
+        q = every[..., :-2, :]
+        k, v = (y.expand(q.shape) for y in (every[..., -2:-1, :], every[..., -1:, :]))
+        q, k, v = (y.flatten(2, 3).transpose(1, 2).reshape(size * self.heads, length, 4) for y in (q, k, v))
+        scores = torch.baddbmm(slopes, q, k.transpose(1, 2)).view(size, self.heads, length, length).softmax(-1)
+        y = scores.flatten(0, 1) @ v
+        return self.out(y.view(size, self.heads, length, 4).transpose(1, 2).flatten(2))
+
+
+class _SlopedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = _Sloped()
+
+    def forward(self, x: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+        return x + self.attention(x, slopes)
+
+
+class _Slopes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_SlopedBlock() for _ in range(2))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slopes = torch.arange(1, 5, device=x.device)[:, None] * torch.arange(x.shape[1], device=x.device)
+        slopes = slopes.to(x.dtype)[:, None].repeat(len(x), 1, 1)
+        for block in self.blocks:
+            x = block(x, slopes)
+        return self.head(x).squeeze(-1)
+
+
+def _places(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 6, 16), torch.randn(size, 6)
+
+
 def _points(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 16), torch.randn(size)
 
@@ -115,7 +164,7 @@ def _squares(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> 
 
 @functools.cache
 def _loaded(name: str) -> LoadedModel:
-    own = {"bags": (_Bags, _bags), "parallel": (_Beside, _points)}
+    own = {"bags": (_Bags, _bags), "parallel": (_Beside, _points), "slopes": (_Slopes, _places)}
     loaded = load_model(own[name][0], batch=own[name][1], loss=_squares) if name in own else small(MODELS / name)
     build = loaded.build
 
@@ -213,6 +262,22 @@ def test_groups_that_read_one_tensor_sum_its_gradient_once() -> None:
 
     assert len(block.cuts) == 2
     assert [c.entry for c in backward] == ["value"]
+
+
+def test_slopes_of_all_heads_and_samples_are_cut_with_the_groups_of_heads() -> None:
+    cut = _cuts(CASES["slopes of all heads and samples"])[0]
+
+    assert (cut.kind, cut.units, cut.door, cut.given) == ("attention", (4, 2), "attention", {1: 0})
+    assert cut.attributes == {"attention": ("heads", "groups")}
+
+
+def test_of_each_sample_a_rank_takes_its_heads() -> None:
+    cut = _cuts(CASES["slopes of all heads and samples"])[0]
+    own = OwnHeads(cut, lambda whole, dim: whole.narrow(dim, 2, 2), lambda part, dim: part)
+
+    (_, slopes), _ = own.enter(nn.Identity(), (torch.zeros(()), torch.arange(12).view(12, 1, 1)), {})
+
+    assert slopes.flatten().tolist() == [2, 3, 6, 7, 10, 11]
 
 
 @pytest.mark.slow

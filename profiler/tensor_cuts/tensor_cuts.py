@@ -225,13 +225,26 @@ class _Probe:
 
     def group_of(self, flow: Flow, row: str, used: set[str]) -> TensorCut | str:
         """The row with its columns as a cut; else the reason against it ("" if it is no row at all)."""
-        group, by_heads = columns_of(flow, row), ByHeads()
-        if group:
-            by_heads = by_heads_of(flow, row)
+        group = columns_of(flow, row)
+        by_heads = by_heads_of(flow, row) if group else ByHeads()
+        if not isinstance(group, str) and by_heads.storages:  # it may be that something has as many rows by chance
+            outcome = self._cut_of(flow, row, used, group, by_heads)
+            return self._cut_of(flow, row, used, group, ByHeads()) if isinstance(outcome, str) else outcome
         if isinstance(group, str) and by_heads.storages:
             group = columns_of(flow, row, by_heads.storages)
         if isinstance(group, str):
             return group
+        return self._cut_of(flow, row, used, group, by_heads)
+
+    def _cut_of(
+        self,
+        flow: Flow,
+        row: str,
+        used: set[str],
+        group: tuple[tuple[str, ...], set[int], tuple[str, ...]],
+        by_heads: ByHeads,
+    ) -> TensorCut | str:
+        """The row with these columns as a cut, or the reason against it."""
         columns, between, entries = group
         rows = rows_of(flow, row, columns, between) if columns else (row,)
         if not columns or used & {*columns, *entries, *rows}:

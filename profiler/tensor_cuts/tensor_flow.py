@@ -73,15 +73,20 @@ def by_heads_of(flow: Flow, row: str) -> ByHeads:
     }
     tables = {storage: name for storage, name in tables.items() if storage in between}
     given, returned = (
-        {i: view for i, view in views.items() if view.storage in between and _has_heads(view, heads)}
+        {
+            i: dim
+            for i, view in views.items()
+            if view.storage in between and (dim := _dim_of_heads(view, heads)) is not None
+        }
         for views in (call.given, call.returned)
     )
+    returned = {i: dim for i, dim in returned.items() if dim}
     return ByHeads(
-        frozenset({view.storage for view in given.values()} | set(tables)),
+        frozenset({call.given[i].storage for i in given} | set(tables)),
         tuple(tables.values()),
         door if given or returned else "",
-        {i: len(view.shape) - 3 for i, view in given.items()},
-        {i: len(view.shape) - 3 for i, view in returned.items()},
+        given,
+        returned,
     )
 
 
@@ -92,8 +97,10 @@ def _behind_columns(flow: Flow, row: str) -> tuple[set[int], set[str]]:
     return reached - linears.keys(), {linears[storage] for storage in reached & linears.keys()}
 
 
-def _has_heads(view: View, heads: int) -> bool:
-    return len(view.shape) == 4 and view.shape[1] == heads
+def _dim_of_heads(view: View, heads: int) -> int | None:
+    """The dim that has a row for each head, of one sample: bmm takes samples and heads as one."""
+    dim = len(view.shape) - 3
+    return dim if dim in (0, 1) and view.shape[dim] == heads else None
 
 
 def columns_of(
@@ -355,4 +362,6 @@ def kind_and_units(
         for width in widths
         if width % head_width == 0
     ]
-    return "attention", tuple(dict.fromkeys([heads, *counts]))
+    taps = (flow.taps[column] for column in columns if column not in parts)
+    groups = [n for tap in taps for n in _units_read(flow, tap, between) if n > 1 and heads % n == 0]
+    return "attention", tuple(dict.fromkeys([heads, *counts, *groups]))

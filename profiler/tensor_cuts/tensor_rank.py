@@ -294,9 +294,16 @@ class OwnHeads:
         leaves, tree = tree_flatten((args, kwargs))
         for place, dim in self._cut.given.items():
             whole = leaves[place]
-            leaves[place] = self._take(whole, dim)
+            leaves[place] = self._own(whole, dim)
             self._taken.append((whole, leaves[place]))
         return tree_unflatten(leaves, tree)
+
+    def _own(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's heads, of every sample if samples and heads are one dim, the first."""
+        heads = self._cut.units[0]
+        if dim or whole.shape[0] == heads:
+            return self._take(whole, dim)
+        return self._take(whole.unflatten(0, (-1, heads)), 1).flatten(0, 1)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """A hook that runs after the forward."""
