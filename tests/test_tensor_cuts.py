@@ -208,6 +208,85 @@ def test_what_reduces_over_the_cut_features_forbids_the_cut(between: Callable[[t
     assert _cuts_between(between) == ()
 
 
+class _OverTokens(_Pair):
+    """Its tokens are one dim with the samples, as in mixtures of experts with a shared one (Llama 4, Qwen2-MoE)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x.flatten(0, 1)))).view(x.shape)
+
+
+@pytest.mark.parametrize(("block", "slices"), [(_Pair, True), (_OverTokens, False)])
+def test_columns_whose_tokens_are_not_gathered_run_on_no_slice_of_the_sequence(
+    block: Callable[..., nn.Module], slices: bool
+) -> None:
+    class Embedded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(10, 8), nn.Linear(8, 10)
+            self.blocks = nn.ModuleList(block(torch.relu) for _ in range(3))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.words(tokens)
+            for each in self.blocks:
+                x = each(x)
+            return self.head(x)
+
+    def batch(size: int, seq_len: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(size, seq_len, dtype=torch.long), torch.ones(size, seq_len, dtype=torch.long)
+
+    profile = trace(load_model(Embedded, batch=batch, loss=lambda y, _: y.float().mean()))
+
+    middle = profile.classes[profile.layers[2].layer_class]
+    assert [cut.rows for cut in middle.cuts] == [("down",)]
+    assert (middle.sequence is not None) == slices
+
+
+class _Unlinear(nn.Module):
+    """Attention of parameters (XLNet), a linear that runs twice (ALBERT), one whose weight alone is read (WavLM)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = _OfParameters()
+        self.twice, self.bare = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        if kind == "attention":
+            return x + self.attention(x)
+        return x + (self.twice(self.twice(x)) if kind == "twice" else x @ self.bare.weight)
+
+
+class _OfParameters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.ones(3, 8, 2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (torch.einsum("bti,ihd->bhtd", x, weight) for weight in self.weights)
+        return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "note"),
+    [
+        ("attention", "0.attention: not cut by tensor parallelism, because no linear modules lie around its attention"),
+        ("twice", "0: twice not cut by tensor parallelism, because they run more than once in it"),
+        (
+            "bare",
+            "0: bare not cut by tensor parallelism, because their weights are read in another way than by calling",
+        ),
+    ],
+)
+def test_what_is_no_pair_of_modules_is_named(kind: str, note: str) -> None:
+    class Block(_Unlinear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x, kind)
+
+    model = nn.Sequential(Block(), Block(), nn.Flatten())
+    profile = trace(load_model(model, batch=lambda size: torch.ones(size, 4, 8), loss=lambda y, batch: y.mean()))
+
+    assert any(found.startswith(note) for found in profile.notes), profile.notes
+
+
 class _Router(nn.Linear):
     """A linear layer that returns scores and logits, as Llama 4's."""
 

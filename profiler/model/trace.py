@@ -305,7 +305,7 @@ def _profile_at(
             *_dense(fake),
             *chain.notes,
             *(note for i in firsts for note in found[i].notes),
-            *_uncut(classes),
+            *(_uncut(classes) if fake.mode is not None else (_NO_CUTS,)),
         ),
     )
     return profile.model_copy(update={"fingerprint": fingerprint_of(profile)}), costed
@@ -402,6 +402,9 @@ def _attention_modules(chain: LayerChain, found: dict[int, Found]) -> tuple[str,
 def _plain_name(layer_class: LayerClass) -> str:
     """A class's name without the number that tells it from others of the same name."""
     return layer_class.name.partition(".")[0]
+
+
+_NO_CUTS = "not cut by tensor parallelism, because it decides by values, of which each rank would have others"
 
 
 def _uncut(classes: Sequence[LayerClass]) -> tuple[str, ...]:

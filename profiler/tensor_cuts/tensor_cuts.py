@@ -36,6 +36,7 @@ from .tensor_flow import (
     columns_of,
     cut_storages,
     group_norms,
+    is_attention,
     kind_and_units,
     made_by,
     parts_of,
@@ -105,7 +106,27 @@ def find_cuts(fake: FakeModel, chain: LayerChain, index: int, shapes: Sequence[S
         if name in noted
     )
     attention = dict.fromkeys(op.module for op in flow.ops if op.kind == "attention")
+    notes += tuple(_passed_over(probe, flow, any(cut.kind == "attention" for cut in cuts) or bool(notes)))
     return Found(tuple(cuts), notes, tuple(attention), working(flow.ops))
+
+
+def _passed_over(probe: "_Probe", flow: Flow, knows_attention: bool) -> Iterator[str]:
+    """Notes on what is no pair of columns and row at all. knows_attention: it is cut, or a note says why not."""
+    products = [name for name, module in probe.modules.items() if is_product(module)]
+    numbers = {name: number for number, name in flow.parameters.items()}
+    read = {view.storage for op in flow.ops for view in op.inputs}
+    repeated = [name for name in products if flow.calls.get(name, 0) > 1]
+    bare = [name for name in products if name not in flow.calls and numbers.get(f"{probe.where(name)}.weight") in read]
+    for names, why in (
+        (repeated, "they run more than once in it"),
+        (bare, "their weights are read in another way than by calling them"),
+    ):
+        if names:
+            yield f"{probe.where('')}: {', '.join(names)} not cut by tensor parallelism, because {why}"
+    if knows_attention or repeated or bare:
+        return
+    for name in dict.fromkeys(op.module for op in flow.ops if is_attention(op)):
+        yield f"{probe.where(name)}: not cut by tensor parallelism, because no linear modules lie around its attention"
 
 
 def _first_matrices(flow: Flow, cut: TensorCut) -> set[str]:
@@ -216,6 +237,7 @@ class _Probe:
         parameters = {run.storages.number(p): name for name, p in self.fake.module.named_parameters()}
         once = {name: taps[name] for name in taps if calls[name] == 1}
         flow = Flow(once, whole.ops, parameters, whole.arrived, {n: d for n, d in doors.items() if calls[n] == 1})
+        flow.calls.update(calls)
         flow.storages.add_nodes_from(tap.input.storage for tap in once.values())
         for op in whole.ops:
             if not op.is_view:

@@ -34,6 +34,8 @@ class Flow:
     arriving: dict[int, bool]
     doors: dict[str, "Door"] = field(default_factory=dict)
     storages: nx.DiGraph = field(default_factory=nx.DiGraph)
+    calls: dict[str, int] = field(default_factory=dict)
+    """How often modules were called."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,11 @@ def sources(flow: Flow, name: str) -> set[str]:
 
 def _has_attention(flow: Flow, between: set[int]) -> bool:
     return any(op.kind == "attention" or _is_softmax(op) for op in flow.ops if made_by(op) & between and not op.is_view)
+
+
+def is_attention(op: Op) -> bool:
+    """Whether an operator is attention, or a softmax over scores of several heads."""
+    return op.kind == "attention" or (_is_softmax(op) and len(op.inputs[0].shape) == 4)
 
 
 def _is_softmax(op: Op) -> bool:

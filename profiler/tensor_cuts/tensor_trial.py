@@ -35,7 +35,18 @@ def sequence_problem(
     def outside_banks(seen: Observation) -> list[Op]:
         return [op for op in forward_ops(seen) if not f"{op.module}.".startswith(banks)]
 
-    return reduction_problem(*aligned(outside_banks(whole), outside_banks(cut)), rows)
+    runs = aligned(outside_banks(whole), outside_banks(cut))
+    columns = {column for group in cuts if group.rows for column in group.columns}
+    return reduction_problem(*runs, rows) or _gathering_problem(*runs, columns)
+
+
+def _gathering_problem(whole: Sequence[Op], cut: Sequence[Op], columns: set[str]) -> str:
+    """A column that multiplies fewer rows than in the whole layer: what it reads has its tokens in another form than
+    the sequence (all of a batch in one dim), so that they are not gathered. "" if there is none."""
+    for a, b in zip(whole, cut, strict=True):
+        if a.module in columns and a.shape and b.shape and a.shape[0] != b.shape[0]:
+            return f"because {a.module} reads tokens that are not gathered"
+    return ""
 
 
 def forward_ops(seen: Observation) -> list[Op]:
