@@ -123,7 +123,8 @@ def problem_of(module: nn.Module, bank: Experts, call: Call) -> str:
         try:
             parts = _with_gradients(partial(_in_parts, module, bank, num_parts), parameters, drawn)
         except Exception as error:
-            return f"does not run with a part of its experts ({type(error).__name__}: {error})"
+            said = str(error).partition("\n")[0]
+            return f"does not run with a part of its experts ({type(error).__name__}: {said})"
         finally:
             put_back(changed(before))
         if not all(a.shape == b.shape and _is_near(a, b) for a, b in zip(whole, parts, strict=True)):
