@@ -1460,6 +1460,15 @@ def test_a_layer_whose_hooks_ask_for_gradients_is_run_again_for_each() -> None:
     assert report.ok, report.lines
 
 
+def test_a_layer_whose_hooks_ask_for_gradients_is_not_run_again_selectively() -> None:
+    model = habit(lambda: nn.Sequential(_linear(), Equilibrium(), _linear()))
+
+    report = run(model, data_replicate=2, recompute="selective")
+
+    assert "asks for gradients of its own" in str(report.failure)
+    assert "recompute=full" in str(report.failure)
+
+
 def test_numbers_that_nobody_wrote_into_are_copied_once() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("seen", torch.zeros(2))

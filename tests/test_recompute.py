@@ -354,6 +354,19 @@ def test_a_profile_says_where_selective_recompute_cannot_be(
     assert any(c.writes_into_attention for c in classes) == attention
 
 
+def test_layers_with_hooks_on_gradients_are_not_planned_with_selective_recompute() -> None:
+    """A hook may ask for gradients of its own, for which the forward would be repeated once more."""
+    offered = {}
+    for hooks in (False, True):
+        profile = profile_of(False).model_copy(update={"hooks_gradients": hooks})
+        prices = CostModel(profile, cluster(1, 1), TrainingSpec(global_batch=SAMPLES, precision="fp32"))
+        shape = Shape(1, 1, 1, 1, micro_batch=SAMPLES, num_microbatches=1)
+        offered[hooks] = {option.recompute for kind in prices.kinds for option in prices.options(kind, shape)}
+
+    assert offered[False] - offered[True] == {"selective"}
+    assert "full" in offered[True]
+
+
 _CACHING: list[Any] = []
 
 

@@ -83,7 +83,7 @@ def _repeated(module: nn.Module, forward: Callable[..., Any], selective: bool) -
                 return nullcontext(), _Anew(lambda: _as_before(left))
             keep = _Keep(module)
             keep.by, kept = create_selective_checkpoint_contexts(keep)
-            return keep.by, _Anew(lambda: _both(_as_before(left), kept))
+            return keep.by, _Anew(_once(lambda: _both(_as_before(left), kept), module))
 
         given = [(args, kwargs)]
 
@@ -142,6 +142,22 @@ class _Anew(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._now.__exit__(*error)
+
+
+def _once(make: Callable[[], AbstractContextManager[None]], module: nn.Module) -> Callable[..., Any]:
+    """make, which raises ValueError when it is called again: what selective recompute has kept can be taken once."""
+    makes = [make]
+
+    def made() -> AbstractContextManager[None]:
+        if not makes:
+            raise ValueError(
+                f"a hook on gradients in {type(module).__name__} asks for gradients of its own (torch.autograd.grad), "
+                "for which its forward would be repeated twice, and what selective recompute keeps can be taken once; "
+                "plan it with recompute=full"
+            )
+        return makes.pop()()
+
+    return made
 
 
 @contextmanager

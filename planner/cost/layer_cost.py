@@ -110,7 +110,9 @@ class CostModel(LayerExchanges, LayerBytes):
         if kind.can_recompute:
             kept = self.kept_bytes(kind, shape, "none")
             excluded = {"none"}
-            excluded |= {"selective"} if self.layer_class(kind).writes_into_kept else set()
+            # a hook may ask for gradients of its own, for which what is kept would be taken twice
+            once = self.layer_class(kind).writes_into_kept or self.profile.hooks_gradients
+            excluded |= {"selective"} if once else set()
             excluded |= {"attention"} if self.layer_class(kind).writes_into_attention else set()
             runs = (r for r in self.ways(kind, offered) if r not in excluded)
             less = [r for r in runs if self.kept_bytes(kind, shape, r) < kept]
