@@ -210,6 +210,17 @@ def test_each_expert_fills_tiles_of_its_own() -> None:
     assert amounts.sides[1][weights] == pytest.approx(alone[1][weights] * 1.5 / 2)
 
 
+def test_an_expert_without_tokens_computes_nothing() -> None:
+    bank, _, products = expert_bank(8, copies=2, width=512, inner=1024)
+    empty = [p.model_copy(update={"shape": ((0.0,) * 4, *p.shape[1:])}) for p in products if p.shape]
+    table = table_of(empty)
+    masks = ((np.ones(len(products), dtype=bool), bank.count),)
+
+    amounts = on_one_rank(table, batches_at([1.0], 1), masks, load_device("cpu"), expert=4, imbalance=1.5)
+
+    assert np.isfinite(amounts.flops).all()
+
+
 def test_experts_with_uneven_tokens_fill_more_tiles() -> None:
     even, uneven, alike = (
         products_s(*one(128.0, 4096.0, 4096.0), H100, PEAK, PLAIN, 64.0, skew)[0]

@@ -81,7 +81,7 @@ def on_one_rank(
             else:
                 each = imbalance * rows / held
                 filled = np.where(each >= 1, held, imbalance * rows) * _tiled(each, device)
-                flops[index] *= filled / (imbalance * rows)
+                flops[index] *= filled / np.where(rows > 0, imbalance * rows, 1.0)  # an expert may have got no tokens
             all_rows[index] = filled
     return amounts
 
