@@ -597,6 +597,41 @@ def test_what_counts_or_mixes_something_else_leaves_a_cut() -> None:
     assert [cut.kind for cut in profile.classes[0].cuts] == ["attention"]
 
 
+class _InWindows(nn.Module):
+    """Attention within two windows of a sequence, whose products torch takes by windows and heads in one dim (Swin)."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.change = change
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        windows = x.unflatten(1, (2, -1)).flatten(0, 1)
+        q, k, v = (y(windows).unflatten(-1, (-1, 8)).transpose(1, 2) for y in (self.q, self.k, self.v))
+        scores = self.change((q @ k.transpose(-1, -2)).flatten(0, 1)).unflatten(0, (len(windows), -1))
+        y = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return x + self.out(y).view(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_cut"),
+    [
+        (lambda x: x * 0.5, True),
+        (lambda x: functional.dropout(x, 0.5), False),
+        (lambda x: x.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1), False),
+        (lambda x: x.flip(0), False),
+        (lambda x: x.cumsum(0), False),
+    ],
+)
+def test_heads_beside_windows_in_one_dim_are_cut_while_they_are_treated_alike(
+    change: Callable[[torch.Tensor], torch.Tensor], is_cut: bool
+) -> None:
+    model = nn.Sequential(_InWindows(change), _InWindows(change), nn.Flatten())
+    profile = trace(load_model(model, batch=lambda size: torch.ones(size, 12, 32), loss=lambda y, batch: y.mean()))
+
+    assert [cut.kind for cut in profile.classes[0].cuts] == ["attention"] * is_cut, profile.notes
+
+
 class _Joined(nn.Module):
     """Two columns whose outputs are joined for one row, as attention and MLP of Flux's single-stream blocks."""
 

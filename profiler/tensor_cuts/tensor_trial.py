@@ -171,9 +171,11 @@ _ONE_NUMBER = {"empty", "empty_strided", "zeros", "ones", "full", "scalar_tensor
 _AS_LARGE = {"empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
 """Operators that make a tensor as another one is, of one number or none."""
 
-_EACH_ALONE = {
-    *("native_dropout", "bernoulli", "bernoulli_", "rand_like", "randn_like", "complex", "polar", "floor_divide"),
-    *("embedding", "index", "repeat", "roll", "flip", "constant_pad_nd", "_prelu_kernel"),
+_DRAWS = {"native_dropout", "bernoulli", "bernoulli_", "rand_like", "randn_like"}
+
+_EACH_ALONE = _DRAWS | {
+    *("complex", "polar", "floor_divide", "embedding", "index", "repeat", "roll", "flip", "constant_pad_nd"),
+    "_prelu_kernel",
 }
 """Operators beside those of one element that do the same to every feature, in whatever place, or which order_problem
 looks at."""
@@ -292,11 +294,14 @@ def order_problem(whole: Sequence[Op], cut: Sequence[Op], trial: TensorCut) -> s
     made = {name: {s for view in views for s in made_alike(whole, view)} for name, views in columns.items()}
     fused = set().union(*(made[name] for name in trial.parts))
     own = set().union(*made.values())
+    folded: dict[View, int] = {}
     for a, b in zip(whole, cut, strict=True):
         where = f"in {a.module or 'the layer'}"
         if a.name not in ("view", "_unsafe_view"):
             if any(_moves(a, b, place, own) for place in range(len(a.inputs))):
                 return f"because {a.name} {where} takes some of the cut features, or joins them with others"
+            if not _keeps_folded(a, b, folded):
+                return f"because {a.name} {where} reads the cut features in another order"
             continue
         if a.inputs[0].storage in fused:
             continue
@@ -304,9 +309,43 @@ def order_problem(whole: Sequence[Op], cut: Sequence[Op], trial: TensorCut) -> s
         if len(before) != 1 or len(after) != 1:
             if before or after:
                 return f"because a view {where} mixes the cut features with others"
-        elif math.prod(a.inputs[0].shape[: before[0]]) != math.prod(a.outputs[0].shape[: after[0]]):
+        elif not _keeps_order(a.inputs[0], before[0], a.outputs[0], after[0], folded):
             return f"because a view {where} brings the cut features into another order"
     return ""
+
+
+def _keeps_order(given: View, dim: int, made: View, made_dim: int, folded: dict[View, int]) -> bool:
+    """Whether a view leaves what is cut along dim of what it is given in its order along made_dim. folded: how often
+    what is cut begins anew along the dim that is cut, of views that have it in one dim with dims before it, as bmm
+    takes windows and heads; the view may become one, or one that was may be undone."""
+    outside, made_outside = math.prod(given.shape[:dim]), math.prod(made.shape[:made_dim])
+    times = folded.get(given, 1)
+    if outside * times == made_outside:
+        return True
+    if made.shape[made_dim] * made_outside != given.shape[dim] * outside:
+        return False
+    folded[made] = outside * times // made_outside
+    return outside * times % made_outside == 0
+
+
+def _keeps_folded(whole: Op, cut: Op, folded: dict[View, int]) -> bool:
+    """Whether an operator treats what is cut and folded alike, and nothing else that is cut beside it. Draws do not:
+    of a mask a rank takes one piece."""
+    pairs = list(zip(whole.inputs, cut.inputs, strict=True))
+    times = {folded.get(u, 1) for u, v in pairs if _changed(u, v)}
+    if not times - {1}:
+        return True
+    known = whole.is_view or whole.name in _REDUCTIONS | _NORMS | _PRODUCTS
+    known |= whole.kind in ("copy", "norm") or _is_of_one_element(whole.name)
+    if len(times) > 1 or not known or whole.name in _DRAWS:
+        return False
+    sizes = {u.shape[dim] for u, v in pairs for dim in _changed(u, v)}
+    for u, v in zip(whole.outputs, cut.outputs, strict=True):
+        if changed := _changed(u, v):
+            if len(changed) > 1 or {u.shape[changed[0]]} != sizes:
+                return False
+            folded[u] = min(times)
+    return True
 
 
 _ADDS_PLACES = {"cat", "repeat", "constant_pad_nd"}
