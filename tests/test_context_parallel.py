@@ -327,6 +327,14 @@ class Acting(nn.Module):
         return self.layer(self.act(self, self.words(words)))
 
 
+def words(size: int, seq_len: int = 16) -> torch.Tensor:
+    return torch.randint(8, (size, seq_len))
+
+
+def next_word(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), batch.flatten())
+
+
 def hooked(hook: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
     def act(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         x = x * 1
@@ -363,13 +371,47 @@ def _doubled(x: torch.Tensor) -> torch.Tensor:
     ids=["a hook on each gradient", "a hook on all", "a buffer", "a script"],
 )
 def test_what_is_done_beside_the_forward_is_looked_at(act: Any, problem: str) -> None:
-    def loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(output.flatten(0, 1), batch.flatten())
+    found = trace(load_model(lambda: Acting(act), batch=words, loss=next_word))
 
-    found = trace(
-        load_model(lambda: Acting(act), batch=lambda size, seq_len=16: torch.randint(8, (size, seq_len)), loss=loss)
-    )
+    assert problem in found.context_problem
+    assert bool(found.context_problem) == bool(problem)
 
+
+class ManyExperts(nn.Module):
+    """All experts run on all tokens, and what tokens have of each is one of several things."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.router, self.weight = kind, nn.Linear(4, 2), nn.Parameter(torch.randn(2, 4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, 1)
+        share = self.router(rows).softmax(-1)
+        if self.kind == "experts have room":
+            share = share * ((share >= 0.5).cumsum(0) <= len(rows) // 8)
+        if self.kind == "kept":
+            self.balance = share.mean(0).square().sum()
+        found = torch.bmm(rows.expand(2, -1, -1), self.weight) * share.t().unsqueeze(-1)
+        return found.sum(0).view_as(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("tokens choose", ""),
+        ("experts have room", "bank makes something else of a token where it is given others with it"),
+        ("kept", "bank keeps balance aside, as of a loss"),
+    ],
+)
+def test_a_bank_that_looks_at_several_tokens_keeps_sequences_whole(kind: str, problem: str) -> None:
+    class Model(Acting):
+        def __init__(self) -> None:
+            super().__init__(lambda model, x: x + model.bank(x))
+            self.bank = ManyExperts(kind)
+
+    found = trace(load_model(Model, batch=words, loss=next_word))
+
+    assert found.expert_modules == ("bank",)
     assert problem in found.context_problem
     assert bool(found.context_problem) == bool(problem)
 

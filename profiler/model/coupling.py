@@ -3,9 +3,10 @@ make of it: then a micro-batch is part of what is trained, not only how."""
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..semantics.draws import SameDraws, dice, dice_apart, put_dice_back
 from ..threads import one_thread
@@ -76,10 +77,14 @@ class Coupling:
 
 @dataclass(frozen=True)
 class Samples:
-    """What was seen of a batch and its parts. gradients: which do not follow the loss in proportion, in words."""
+    """What was seen of a batch and its parts. gradients: which do not follow the loss in proportion, in words.
+
+    bank: one of experts that makes something else of tokens where there are more of them.
+    """
 
     coupling: Coupling | None = None
     gradients: str = ""
+    bank: str = ""
 
 
 def samples_of(loaded: LoadedModel, profile: ModelProfile, sizes: RunSizes) -> Samples:
@@ -124,16 +129,16 @@ def _by_numbers(loaded: LoadedModel, profile: ModelProfile) -> Samples:
         tries.insert(0, loaded.with_seq_len(_SHORT))
     for each in tries:
         try:
-            return _seen(each, _DRAWS if _DRAWS * flops <= _MOST_FLOPS else 1)
+            return _seen(each, _DRAWS if _DRAWS * flops <= _MOST_FLOPS else 1, profile.expert_modules)
         except Exception:  # it runs at one length only, or needs what a CPU has not: nothing is seen then
             continue
     return Samples()
 
 
-def _seen(loaded: LoadedModel, draws: int) -> Samples:
+def _seen(loaded: LoadedModel, draws: int, banks: Iterable[str]) -> Samples:
     """What real numbers show, of so many batches: the most that any of them does."""
     coupling: Coupling | None = None
-    gradients = ""
+    gradients = bank = ""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = in_training(upcast(loaded.build()))
@@ -145,7 +150,10 @@ def _seen(loaded: LoadedModel, draws: int) -> Samples:
                 weights = [1.0 if loaded.weight is None else float(loaded.weight(part)) for part in parts]
             shares = [weight / sum(weights) for weight in weights]
             with SameDraws(), dice_apart(), _batch_norms_apart(), one_thread():
-                runs = [_RealRun(module, loaded, each, drawn) for each in (batch, *parts)]
+                with _calls_of(banks, module) as differing:
+                    runs = [_RealRun(module, loaded, batch, drawn)]
+                runs += [_RealRun(module, loaded, part, drawn) for part in parts]
+            bank = bank or next(iter(differing), "")
             if not all(math.isfinite(run.loss) for run in runs):
                 break
             gradients = next((run.out_of_proportion for run in runs if run.out_of_proportion), gradients)
@@ -153,7 +161,43 @@ def _seen(loaded: LoadedModel, draws: int) -> Samples:
             coupling = found if coupling is None or (found is not None and found.much) else coupling
             if coupling is not None and (coupling.much or coupling.weighs):
                 break
-    return Samples(coupling, gradients)
+    return Samples(coupling, gradients, bank)
+
+
+@contextmanager
+def _calls_of(banks: Iterable[str], module: nn.Module) -> Iterator[list[str]]:
+    """Yields the names of those banks of experts that, while it lasts, return something else for the first half of the
+    tokens that they are given when they are given no others: experts take their pick of all tokens, or have room for so
+    many."""
+    differing: list[str] = []
+
+    def look(name: str, bank: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        tokens = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim() > 1), None)
+        if tokens is None or name in differing:
+            return
+        count = tokens.shape[-2]
+
+        def first(leaf: Any) -> Any:
+            is_of_tokens = isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[-2] == count
+            return leaf[..., : count // 2, :] if is_of_tokens else leaf
+
+        with undone(bank), torch.no_grad():
+            alone = bank.forward(*tree_map(first, args), **tree_map(first, kwargs))
+        for own, other in zip(tree_leaves(alone), tree_leaves(tree_map(first, output)), strict=True):
+            if not isinstance(own, torch.Tensor) or not own.is_floating_point():
+                continue
+            if own.shape != other.shape or (own - other).abs().max() > _IN_PROPORTION * other.abs().max():
+                differing.append(name)
+                return
+
+    handles = [
+        module.get_submodule(name).register_forward_hook(partial(look, name), with_kwargs=True) for name in banks
+    ]
+    try:
+        yield differing
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _between(runs: "list[_RealRun]", shares: list[float], in_proportion: bool) -> Coupling | None:

@@ -214,7 +214,7 @@ def _profile(
     problem_of_cuts, unlike = unlike_crossings(fake, chain, 2)
     profile = profile.model_copy(
         update={
-            "context_problem": context_problem(fake, profile.expert_modules, profile.layers),
+            "context_problem": context_problem(fake, profile.expert_modules, profile.layers) or _of_bank(samples.bank),
             "coupling": coupling.words if coupling is not None and coupling.much else "",
             "gradient_problem": samples.gradients,
             "pipeline_problem": problem_of_cuts,
@@ -377,6 +377,11 @@ def _uniquely_named(classes: Sequence[LayerClass]) -> tuple[LayerClass, ...]:
         name = layer_class.name if number == 1 else f"{layer_class.name}.{number}"
         named.append(layer_class.model_copy(update={"name": name}))
     return tuple(named)
+
+
+def _of_bank(name: str) -> str:
+    """Why ranks cannot give a bank of experts the tokens that they have; "" where there is none."""
+    return f"{name} makes something else of a token where it is given others with it" if name else ""
 
 
 def _ties(fake: FakeModel, layers: Sequence[LayerProfile]) -> tuple[tuple[str, ...], ...]:

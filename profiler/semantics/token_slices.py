@@ -120,7 +120,9 @@ def run_token_by_token(forward: Callable[..., Any], *args: Any, **kwargs: Any) -
     with torch._C.DisableTorchFunction():
         output = forward(*args, **kwargs)
     for x in tree_leaves(output):
-        if isinstance(x, torch.Tensor) and _ndim(x) > held.dim and own_shape(x)[held.dim] == held.own_size:
+        if isinstance(x, torch.Tensor):
+            if _ndim(x) <= held.dim or own_shape(x)[held.dim] != held.own_size:
+                raise MixedTokensError("a bank of experts returns something else beside a row for each of its tokens")
             set_mark(x, held)
     return output
 

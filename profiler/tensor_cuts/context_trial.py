@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,7 +39,7 @@ def context_problem(fake: FakeModel, banks: Iterable[str], layers: Iterable[Laye
         with ExitStack() as stack:
             for name in banks:
                 module = fake.module.get_submodule(name)
-                stack.enter_context(patch.object(module, "forward", partial(run_token_by_token, module.forward)))
+                stack.enter_context(patch.object(module, "forward", partial(_run_bank, module, name, module.forward)))
             known: dict[Hashable, Any] = {}
             for layer in layers:
                 if layer.root and layer.modules == (layer.root,):
@@ -92,6 +93,16 @@ def _repeat_unmarked(*args: Any) -> None:
         "a reentrant checkpoint repeats a forward in backward, where it is not known which tokens are here "
         "(checkpoint(..., use_reentrant=False) is followed)"
     )
+
+
+def _run_bank(module: nn.Module, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a bank of experts makes of each token. Raises MixedTokensError if it keeps a tensor aside, as of a loss."""
+    before = dict(vars(module))
+    output = run_token_by_token(forward, *args, **kwargs)
+    for key, value in vars(module).items():
+        if isinstance(value, torch.Tensor) and value is not before.get(key):
+            raise MixedTokensError(f"{name} keeps {key} aside, as of a loss, which would be of the tokens of one rank")
+    return output
 
 
 def _run_once(
