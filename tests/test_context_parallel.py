@@ -389,6 +389,8 @@ class ManyExperts(nn.Module):
         share = self.router(rows).softmax(-1)
         if self.kind == "experts have room":
             share = share * ((share >= 0.5).cumsum(0) <= len(rows) // 8)
+        if self.kind == "so many":
+            rows = x.unflatten(1, (16, 1)).flatten(0, 2)
         if self.kind == "kept":
             self.balance = share.mean(0).square().sum()
         found = torch.bmm(rows.expand(2, -1, -1), self.weight) * share.t().unsqueeze(-1)
@@ -401,6 +403,7 @@ class ManyExperts(nn.Module):
         ("tokens choose", ""),
         ("experts have room", "bank makes something else of a token where it is given others with it"),
         ("kept", "bank keeps balance aside, as of a loss"),
+        ("so many", "unflatten"),
     ],
 )
 def test_a_bank_that_looks_at_several_tokens_keeps_sequences_whole(kind: str, problem: str) -> None:
