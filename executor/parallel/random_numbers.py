@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...planner.plan.document import Plan
 from ...profiler.model.fake_modes import fake_mode
+from ...profiler.model.kept_results import fakes_forgotten
 from ...profiler.model.known_numbers import knowing_numbers, known
 from ...profiler.semantics.distributions import unvalidated
 from ...profiler.semantics.draws import dice_apart, seed_dice
@@ -152,7 +153,7 @@ class RandomNumbers:
             self._whole = None
 
     def _seen_in_either(self, whole: nn.Module, args: Any, kwargs: Any) -> dict[tuple[_Place, int], torch.Size]:
-        with out_of_sight():
+        with out_of_sight(), fakes_forgotten():
             try:
                 return self._seen(whole, args, kwargs, torch.float32)
             except (RuntimeError, ValueError, TypeError):  # some operators have fake versions in bfloat16 only

@@ -21,6 +21,7 @@ from ...planner.cost.sharding import kept_rows
 from ...profiler.model.building import parameters_on_meta
 from ...profiler.model.fake_modes import fake_mode
 from ...profiler.model.held_tensors import HeldTensors, keep_hooks
+from ...profiler.model.kept_results import fakes_forgotten
 from ..parallel.expert import HeldExperts
 from ..parallel.tensor_layout import ParameterCut
 from ..parallel.without_dims import read_without_dims
@@ -79,6 +80,7 @@ def initial_values(model_fn: Callable[[], nn.Module], is_large: bool, seed: int)
     recording = OpRecording()
     # Not on the meta device, where torch.nn.init leaves much out because "sampling is a no-op".
     with (
+        fakes_forgotten(),
         fake_mode(),
         recording,
         replaced_truncated_normal(lambda original: functools.partial(recording.note_in_place, original)),

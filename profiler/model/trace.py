@@ -29,6 +29,7 @@ from .crossing_tensors import batch_tensors, crossing_tensors
 from .expert_trial import with_problems
 from .fake import DecidesByValuesError, FakeModel, fake_model, real_model
 from .held_tensors import held_beside
+from .kept_results import fakes_forgotten, forget_fakes
 from .lengths import at_seq_len
 from .loaded import LoadedModel
 from .mixed_precision import mixed_precision_problem
@@ -68,7 +69,7 @@ def trace(
     """
     if seq_len is not None:
         loaded = loaded.with_seq_len(seq_len)
-    with without_garbage_collection(), _in_words(loaded):
+    with without_garbage_collection(), _in_words(loaded), fakes_forgotten():
         try:
             return _without_numbers(loaded, lengths, progress, cuts)
         except DecidesByValuesError as error:
@@ -208,6 +209,7 @@ def _profile(
     found = _found_cuts(fake, chain, sizes, firsts) if cuts else dict.fromkeys(firsts, Found())
     problem = mixed_precision_problem(fake, chain) if fake.mode is not None else _BY_VALUES
     profile, costed = _profile_at(fake, chain, sizes, found, problem, notes, progress)
+    forget_fakes()  # what follows runs on real tensors
     profile = with_problems(loaded, profile)
     samples = samples_of(loaded, profile, sizes)
     coupling = samples.coupling

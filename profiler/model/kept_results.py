@@ -1,0 +1,93 @@
+"""What a model's code keeps for its next call beside its modules: results of functions (functools.lru_cache), and what
+it puts into dicts and lists of its files and classes. That of a run on fake tensors is of no use to any other run."""
+
+import functools
+import gc
+import sys
+import sysconfig
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+_LRU: type = type(functools.lru_cache(int))
+_TABLES = (dict, OrderedDict, defaultdict)
+_LISTS = (list, deque)
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+_OWN = __name__.partition(".")[0]
+
+_functions: WeakSet[Any] = WeakSet()
+_num_files = 0
+"""How many files were imported when functions were last looked for."""
+
+
+@contextmanager
+def fakes_forgotten() -> Iterator[None]:
+    """What is kept of runs on fake tensors meanwhile is gone afterwards."""
+    try:
+        yield
+    finally:
+        forget_fakes()
+
+
+def forget_fakes() -> None:
+    """Let functions compute anew what they have kept of tensors that are fake, or on the meta device, and take such
+    tensors out of dicts and lists of files and classes that are not installed as packages: a run on real tensors would
+    be given them."""
+    for function in _keeping():
+        if function.cache_info().currsize and _has_fakes(_results(function)):
+            function.cache_clear()
+    for holder in _holders():
+        for held in list(vars(holder).values()):
+            if type(held) in _TABLES:
+                for key in [key for key, value in held.items() if _has_fakes([value])]:
+                    del held[key]
+            elif type(held) in _LISTS and _has_fakes(held):
+                kept = [value for value in held if not _has_fakes([value])]
+                held.clear()
+                held.extend(kept)
+
+
+def _keeping() -> list[Any]:
+    """Functions that keep results. Looking for them takes 50 ms, and most are made as files are imported."""
+    global _num_files
+    if _num_files != len(sys.modules):
+        _num_files = len(sys.modules)
+        _functions.update(x for x in gc.get_objects() if type(x) is _LRU)
+    return list(_functions)
+
+
+def _results(function: Any) -> Iterator[Any]:
+    """All that a function keeps; the garbage collector sees it in a dict, or beside one where there is a most."""
+    for held in gc.get_referents(function):
+        yield from held.values() if type(held) is dict else (held,)
+
+
+def _holders() -> Iterator[ModuleType | type]:
+    """Files, and classes, in which the code of a model may keep something."""
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        is_file = isinstance(module, ModuleType) and isinstance(file, str) and not file.startswith(_INSTALLED)
+        if not is_file or module.__name__.partition(".")[0] == _OWN:
+            continue
+        yield module
+        for held in list(vars(module).values()):
+            if isinstance(held, type) and held.__module__ == module.__name__:
+                yield held
+
+
+def _has_fakes(values: Iterable[Any], depth: int = 2) -> bool:
+    """Whether one of the values is a tensor without numbers, or a tuple, list or dict with one inside."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and (isinstance(value, FakeTensor) or value.is_meta):
+            return True
+        inside = value.values() if type(value) in _TABLES else value if type(value) in (list, tuple) else ()
+        if depth and inside and _has_fakes(inside, depth - 1):
+            return True
+    return False

@@ -1,0 +1,96 @@
+"""What a model's code keeps for its next call, beside its modules, is never a fake tensor where real ones follow."""
+
+import functools
+import sys
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.profiler.model.kept_results import fakes_forgotten, forget_fakes
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.trace import trace
+from support.habits import run
+
+TABLES: dict[int, tuple[torch.Tensor]] = {}
+
+
+@functools.lru_cache(maxsize=4)
+def slopes(count: int) -> torch.Tensor:
+    return torch.arange(1, count + 1).float()
+
+
+@functools.cache
+def offsets(count: int) -> list[torch.Tensor]:
+    return [torch.ones(count)]
+
+
+@functools.cache
+def of_sizes(count: int) -> float:
+    return count**0.5
+
+
+class Keeping(nn.Module):
+    kept: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] not in TABLES:
+            TABLES[x.shape[-1]] = (torch.arange(8).float(),)
+        if not self.kept:
+            self.kept.append(torch.ones(8))
+        x = self.drop(self.first(x)) * slopes(8) / of_sizes(8) + offsets(8)[0]
+        return self.second(x + TABLES[8][0]) + self.kept[0]
+
+
+def pairs(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 8), torch.randn(size, 8)
+
+
+def squares(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return (output - batch[1]).square().mean()
+
+
+LOADED = load_model(Keeping, batch=pairs, loss=squares)
+
+
+def test_a_model_that_was_profiled_runs_on_real_tensors() -> None:
+    trace(LOADED)
+
+    assert of_sizes.cache_info().currsize == 1  # what is no tensor stays
+    assert Keeping()(torch.ones(2, 8)).isfinite().all()
+
+
+def test_what_holds_numbers_stays() -> None:
+    table, numbers = slopes(3), torch.ones(3)
+    TABLES[3] = (numbers,)
+
+    with fakes_forgotten():
+        TABLES[4] = (torch.ones(3, device="meta"),)
+
+    assert slopes(3) is table
+    assert TABLES.pop(3) == (numbers,)
+    assert 4 not in TABLES
+
+
+def test_functions_of_files_imported_later_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_fakes()
+    later = functools.cache(lambda count: torch.ones(count, device="meta"))
+    later(3)
+    monkeypatch.setitem(sys.modules, "imported_later", sys)
+
+    forget_fakes()
+
+    assert later.cache_info().currsize == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pins", [{"data_shard": 2}, {"pipeline": 2}])
+def test_plans_of_such_models_give_the_numbers_of_one_process(pins: dict[str, int]) -> None:
+    report = run(LOADED, **pins)
+
+    assert report.ok, report.lines
