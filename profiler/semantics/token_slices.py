@@ -591,8 +591,11 @@ def _loss(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> An
 
 
 def _hook(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Called with the gradient of the tokens that are here, known as such; of fake tensors, which get none, at once."""
+    """Called with the gradient of the tokens that are here, known as such; of fake tensors, which get none, at once.
+    Those of fully_shard and our own are no part of the model."""
     x, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
+    if str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", __name__.partition(".")[0]):
+        return func(x, hook)
     held = _only(name, args, {})
 
     def called(grad: torch.Tensor) -> Any:
