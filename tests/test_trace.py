@@ -214,6 +214,30 @@ def test_blocks_that_take_turns_are_one_layer_with_a_note() -> None:
     assert any("runs 2 times" in note for note in profile.notes)
 
 
+class _Recorded(nn.Module):
+    """Keeps what a module inside of each block returns, as transformers do with routers' logits for a loss on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.recorded: list[torch.Tensor] = []
+        for block in self.blocks:
+            block[0].register_forward_hook(lambda module, args, output: self.recorded.append(output))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        recorded = [self.recorded.pop() for _ in self.blocks]
+        return x + sum(each.to(x.device).softmax(-1) for each in recorded)
+
+
+def test_what_is_kept_aside_and_handed_on_as_it_is_joins_layers() -> None:
+    profile = trace(load_model(_Recorded, batch=lambda size: torch.ones(size, 8), loss=lambda y, batch: y.mean()))
+
+    assert len(profile.layers) == 1
+    assert any("keeps a tensor aside that" in note for note in profile.notes), profile.notes
+
+
 class _Odd(nn.Module):
     """A root parameter read by glue, one that nothing reads, and a tensor kept aside."""
 

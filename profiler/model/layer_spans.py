@@ -100,11 +100,16 @@ def _join_repeats(units: Units, events: list[CallEvent], found: LayerSpans) -> N
 
 
 def _join_leaks(watch: ChainWatch, run: nx.DiGraph, found: LayerSpans) -> None:
-    """A tensor kept aside inside a layer module and read in a later layer cannot be sent: join the layers."""
-    visible = {watch.storages.number(t) for t in watch.tensors.values()}
+    """A tensor kept aside inside a layer module and read in a later layer cannot be sent: join the layers. It may be
+    that a function hands it on there just as it is (`.to` the device that it is on)."""
+    returned: dict[int, int] = {}
+    for key, produced in watch.made.items():
+        storage, first = watch.storages.number(watch.tensors[key]), min(event for _, event in produced)
+        returned[storage] = min(first, returned.get(storage, first))
     for tensor in tensors_of(run):
-        if run.nodes[tensor]["storage"] not in visible:
-            made, last = maker_of(run, tensor), max(run.successors(tensor))
+        made, storage = maker_of(run, tensor), run.nodes[tensor]["storage"]
+        if returned.get(storage, len(watch.events)) > made:
+            last = max(run.successors(tensor))
             keeper, reader = watch.events[made].key[1], watch.events[last].key[1]
             why = f"{keeper} keeps a tensor aside that {reader} reads, so all between them is one layer"
             found.join(made, last, why)
