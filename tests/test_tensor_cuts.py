@@ -1,6 +1,7 @@
 """Megatron's column-row pairs are found in the data flow, and nothing that would be wrong."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -206,6 +207,49 @@ def test_elementwise_code_may_lie_between() -> None:
 )
 def test_what_reduces_over_the_cut_features_forbids_the_cut(between: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert _cuts_between(between) == ()
+
+
+class _Centred(torch.autograd.Function):
+    """Its gradient is that without its mean over all features."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient - gradient.mean(-1, keepdim=True)
+
+
+class _Halved(_Centred):
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 0.5
+
+
+def _hooked(hook: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def between(x: torch.Tensor) -> torch.Tensor:
+        x = x.tanh()
+        x.register_hook(hook)
+        return x
+
+    return between
+
+
+@pytest.mark.parametrize(
+    ("between", "is_cut"),
+    [
+        (_Halved.apply, True),
+        (_hooked(lambda gradient: gradient * 0.5), True),
+        (_Centred.apply, False),
+        (_hooked(lambda gradient: gradient / gradient.norm(dim=-1, keepdim=True)), False),
+        (_hooked(lambda gradient: gradient * gradient.shape[-1]), False),
+    ],
+)
+def test_what_a_model_does_to_gradients_by_itself_may_forbid_a_cut(
+    between: Callable[[torch.Tensor], torch.Tensor], is_cut: bool
+) -> None:
+    assert bool(_cuts_between(between)) == is_cut
 
 
 class _OverTokens(_Pair):

@@ -24,6 +24,7 @@ from .fake import scalar
 from .forward_state import undone
 from .loaded import Batch, LoadedModel, split_inputs
 from .model_profile import ModelProfile
+from .own_backward import has_own_backward
 from .run_sizes import RunSizes
 
 SAMPLES = 4
@@ -287,7 +288,8 @@ class _RealRun:
             output = module(*args, **kwargs)
             found = scalar(output, loaded) if alone.loss is None else alone.loss(output, given)
             self.loss = float(found.detach())
-            self.has_own_backward = hooked or _has_own_backward(found, module)
+            counts = any(getattr(part, "scale_grad_by_freq", False) for part in module.modules())
+            self.has_own_backward = hooked or counts or has_own_backward([found])
             with suppress(Exception):  # a function of the model's that runs once only: nothing is seen then
                 if self.has_own_backward:
                     self._run_backward(found)
@@ -325,22 +327,6 @@ class _RealRun:
         for name, parameter in self._parameters.items():
             parameter.grad = before[name]
         return found
-
-
-def _has_own_backward(loss: torch.Tensor, module: nn.Module) -> bool:
-    """Whether a backward goes through functions that are not torch's, or counts what is in the batch."""
-    if any(getattr(part, "scale_grad_by_freq", False) for part in module.modules()):
-        return True
-    nodes, seen = [loss.grad_fn], set[Any]()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            return True
-        nodes += [following for following, _ in node.next_functions]
-    return False
 
 
 def _furthest(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor], floor: float = 0.0) -> tuple[str, float]:

@@ -31,6 +31,7 @@ from .expert_banks import (
 from .fake import FakeModel
 from .meters import NOTHING, Op, Recorder, Size, Storages
 from .model_profile import SELECTIVELY_KEPT, Producer
+from .own_backward import has_own_backward, recorded_as_own
 from .part_watch import ModuleCalls, PeakOf
 from .put_off import PutOff
 from .run_shapes import Shapes, TensorSpec
@@ -129,6 +130,8 @@ class LayerRun:
         self._shapes = shapes
         self._batch = fake.batch(size, seq_len)
         self._cursor = Cursor([layer.last_key for layer in chain.layers], [layer.calls for layer in chain.layers])
+        self.has_own_backward = False
+        """Of a run without backward: whether one would run functions or hooks of the model's own."""
         self._began = self._ends_in_loss = False
         self._modules: list[str] = []
         self._saved: set[int] = set()
@@ -160,11 +163,13 @@ class LayerRun:
         cut = (self.fake.module.get_parameter(name) for name in self.layer.parameters)
         for tensor in (*self.fake.tensors, *cut):
             self._outside.add(self.storages.number(tensor))
-        with self.fake.running(), self.recorder:
+        with self.fake.running(), self.recorder, recorded_as_own(self.recorder):
             scalars = self._forward()
             forward_end = len(self.storages.log)
             if backward:
                 self._backward(scalars)
+            else:
+                self.has_own_backward = self.chain.hooks_gradients or has_own_backward(scalars)
         self._account(forward_end)
         return self.observation
 

@@ -92,6 +92,8 @@ class Op:
     """Births and deaths of storages until it had run."""
     arguments: tuple[Any, ...] = field(default=(), repr=False)
     """All but tensors, those that have a name in a call last; of torch.tensor the numbers that it is made of."""
+    own: bool = False
+    """Backward only: it ran in a function of the model's own, or in a hook on a gradient."""
 
 
 class Storages:
@@ -199,6 +201,8 @@ class Recorder(Mode):
         self.active = False
         self.backward = False
         self.muted = False
+        self.own = False
+        """Whether what runs in the backward is the model's own."""
         self.kind: OpKind | None = None
         self.ops: list[Op] = []
         self.storages = storages
@@ -233,6 +237,7 @@ class Recorder(Mode):
         op.arguments = tuple(a for a in (*args, *kwargs.values()) if not isinstance(a, torch.Tensor))
         if name == "lift_fresh":
             op.arguments = _written_out(args[0])
+        op.own = self.own
         self.ops.append(op)
         return out
 

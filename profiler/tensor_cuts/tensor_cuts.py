@@ -49,9 +49,9 @@ from .tensor_rank import CutRunError, layer_modules, run_cut
 from .tensor_trial import (
     OTHER_OPERATORS,
     aligned,
-    forward_ops,
     leading_problem,
     number_problem,
+    ops_of_model,
     order_problem,
     reduction_problem,
     working,
@@ -233,7 +233,9 @@ class _Probe:
         for handle in handles:
             handle.remove()
         if size == 1:
-            self.whole = whole
+            self.looks_back = run.has_own_backward
+            again = LayerRun(self.fake, self.chain, self.index, self.shapes, 1, self.seq_len)
+            self.whole = again.run() if self.looks_back else whole
         parameters = {run.storages.number(p): name for name, p in self.fake.module.named_parameters()}
         once = {name: taps[name] for name in taps if calls[name] == 1}
         flow = Flow(once, whole.ops, parameters, whole.arrived, {n: d for n, d in doors.items() if calls[n] == 1})
@@ -432,14 +434,14 @@ class _Probe:
         """Why the layer does not work with the cut; "" if it does."""
         try:
             seen = run_cut(
-                self.fake, self.chain, self.index, self.shapes, 1, self.seq_len, [cut], degree, backward=False
+                self.fake, self.chain, self.index, self.shapes, 1, self.seq_len, [cut], degree, backward=self.looks_back
             )
         except CutRunError as error:
             where = f"in {error.module}: " if error.module else ""
             return f"{_DOES_NOT_RUN} ({where}{_first_line(error.__cause__ or error)})"
         if [spec.shape for spec in seen.outputs] != [spec.shape for spec in self.whole.outputs]:
             return "with its weights cut the layer's output changes its shape"
-        whole, trial = aligned(forward_ops(self.whole), forward_ops(seen))
+        whole, trial = aligned(ops_of_model(self.whole), ops_of_model(seen))
         problem = reduction_problem(whole, trial, set(cut.rows))
         if problem or not cut.rows:
             return problem

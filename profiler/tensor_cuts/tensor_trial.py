@@ -33,7 +33,7 @@ def sequence_problem(
     )  # each token goes through alone
 
     def outside_banks(seen: Observation) -> list[Op]:
-        return [op for op in forward_ops(seen) if not f"{op.module}.".startswith(banks)]
+        return [op for op in ops_of_model(seen) if not f"{op.module}.".startswith(banks)]
 
     runs = aligned(outside_banks(whole), outside_banks(cut))
     columns = {column for group in cuts if group.rows for column in group.columns}
@@ -52,6 +52,11 @@ def _gathering_problem(whole: Sequence[Op], cut: Sequence[Op], columns: set[str]
 def forward_ops(seen: Observation) -> list[Op]:
     """Operators of the forward."""
     return [op for op in seen.ops if not op.backward]
+
+
+def ops_of_model(seen: Observation) -> list[Op]:
+    """Operators that the model runs: of its forward and, in the backward, of functions and hooks of its own."""
+    return [op for op in seen.ops if not op.backward or op.own]
 
 
 def aligned(whole: Sequence[Op], cut: Sequence[Op]) -> tuple[list[Op], list[Op]]:

@@ -1,0 +1,59 @@
+"""What runs in a backward and is not torch's: functions of the model's own, and hooks that it puts on gradients."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from .meters import Recorder
+
+_HERE = __name__.partition(".")[0]
+
+
+def has_own_backward(outputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a backward from these goes through a function that is written in Python, of this package left aside: one
+    of the model's own, or of torch's that may have some inside (reentrant checkpoints)."""
+    nodes, seen = [output.grad_fn for output in outputs], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction) and _file_of(node._forward_cls) != _HERE:
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+def _file_of(code: Any) -> str:
+    return str(getattr(code, "__module__", "")).partition(".")[0]
+
+
+def _is_own(code: Any) -> bool:
+    """Whether a function or class is a model's own, and not torch's or of this package."""
+    return _file_of(code) not in ("torch", _HERE)
+
+
+@contextmanager
+def recorded_as_own(recorder: Recorder) -> Iterator[None]:
+    """Operators of such functions and hooks are written down as the model's own meanwhile."""
+    run, register = BackwardCFunction.apply, torch.Tensor.register_hook
+
+    def own(function: Callable[..., Any], *args: Any) -> Any:
+        before, recorder.own = recorder.own, True
+        try:
+            return function(*args)
+        finally:
+            recorder.own = before
+
+    def apply(node: Any, *args: Any) -> Any:
+        return own(run, node, *args) if _is_own(node._forward_cls) else run(node, *args)
+
+    def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        return register(tensor, (lambda gradient: own(hook, gradient)) if _is_own(hook) else hook)
+
+    with patch.object(BackwardCFunction, "apply", apply), patch.object(torch.Tensor, "register_hook", register_hook):
+        yield
