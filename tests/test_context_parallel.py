@@ -360,15 +360,40 @@ def _doubled(x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x) * 2
 
 
+class Centred(torch.autograd.Function):
+    """Its gradient is that without its mean along a dim."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
+        ctx.dim = dim
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad - grad.mean(ctx.dim, keepdim=True), None
+
+
 @pytest.mark.parametrize(
     ("act", "problem"),
     [
+        (lambda model, x: Centred.apply(x, 2), ""),
+        (
+            lambda model, x: Centred.apply(x, 1),
+            "mean in a backward of the model's own (between modules) may join tokens",
+        ),
         (hooked(lambda grad: grad * 0.5 * torch.arange(grad.shape[1])[:, None]), ""),
         (hooked(lambda grad: grad - grad.mean(1, keepdim=True)), "sub joins tokens with a sum over tokens"),
         (kept, "buffer mean keeps what is made of tokens"),
         (scripted, "is called by what torch's functions do not show"),
     ],
-    ids=["a hook on each gradient", "a hook on all", "a buffer", "a script"],
+    ids=[
+        "features in a backward",
+        "tokens in a backward",
+        "a hook on each gradient",
+        "a hook on all",
+        "a buffer",
+        "a script",
+    ],
 )
 def test_what_is_done_beside_the_forward_is_looked_at(act: Any, problem: str) -> None:
     found = trace(load_model(lambda: Acting(act), batch=words, loss=next_word))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -66,6 +66,10 @@ class View(NamedTuple):
         return View(self.storage, (*self.shape, 2), (*(2 * s for s in self.strides), 1), 2 * self.offset)
 
 
+OwnCode = Literal["", "function", "hook"]
+"""Code of a model's own that may run in a backward; "": none."""
+
+
 @dataclass
 class Op:
     """One operator that ran."""
@@ -92,7 +96,7 @@ class Op:
     """Births and deaths of storages until it had run."""
     arguments: tuple[Any, ...] = field(default=(), repr=False)
     """All but tensors, those that have a name in a call last; of torch.tensor the numbers that it is made of."""
-    own: bool = False
+    own: OwnCode = ""
     """Backward only: it ran in a function of the model's own, or in a hook on a gradient."""
 
 
@@ -201,8 +205,8 @@ class Recorder(Mode):
         self.active = False
         self.backward = False
         self.muted = False
-        self.own = False
-        """Whether what runs in the backward is the model's own."""
+        self.own: OwnCode = ""
+        """In which code of the model's own the backward is."""
         self.kind: OpKind | None = None
         self.ops: list[Op] = []
         self.storages = storages

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from .meters import Recorder
+from .meters import OwnCode, Recorder
 
 _HERE = __name__.partition(".")[0]
 
@@ -42,18 +43,18 @@ def recorded_as_own(recorder: Recorder) -> Iterator[None]:
     """Operators of such functions and hooks are written down as the model's own meanwhile."""
     run, register = BackwardCFunction.apply, torch.Tensor.register_hook
 
-    def own(function: Callable[..., Any], *args: Any) -> Any:
-        before, recorder.own = recorder.own, True
+    def own(code: OwnCode, function: Callable[..., Any], *args: Any) -> Any:
+        before, recorder.own = recorder.own, code
         try:
             return function(*args)
         finally:
             recorder.own = before
 
     def apply(node: Any, *args: Any) -> Any:
-        return own(run, node, *args) if _is_own(node._forward_cls) else run(node, *args)
+        return own("function", run, node, *args) if _is_own(node._forward_cls) else run(node, *args)
 
     def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-        return register(tensor, (lambda gradient: own(hook, gradient)) if _is_own(hook) else hook)
+        return register(tensor, partial(own, "hook", hook) if _is_own(hook) else hook)
 
     with patch.object(BackwardCFunction, "apply", apply), patch.object(torch.Tensor, "register_hook", register_hook):
         yield

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ..document import in_a_sentence
 from ..garbage import without_garbage_collection
 from ..machine.units import first_of
-from ..tensor_cuts.context_trial import context_problem
+from ..tensor_cuts.context_trial import backward_problem, context_problem
 from ..tensor_cuts.tensor_cuts import Found, common_degree, find_cuts
 from .batches import batch_problem, list_of_samples
 from .building import WAS_SPARSE
@@ -216,7 +216,9 @@ def _profile(
     problem_of_cuts, unlike = unlike_crossings(fake, chain, 2)
     profile = profile.model_copy(
         update={
-            "context_problem": context_problem(fake, profile.expert_modules, profile.layers) or _of_bank(samples.bank),
+            "context_problem": context_problem(fake, profile.expert_modules, profile.layers)
+            or backward_problem((each.whole[0] for each in costed.values()), profile.seq_len)
+            or _of_bank(samples.bank),
             "coupling": coupling.words if coupling is not None and coupling.much else "",
             "gradient_problem": samples.gradients,
             "pipeline_problem": problem_of_cuts,

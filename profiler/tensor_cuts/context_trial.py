@@ -14,9 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ..model.fake import FakeModel
+from ..model.layer_run import Observation
 from ..model.model_profile import LayerProfile
 from ..semantics.token_marks import Held, mark_of, own_shape, set_mark
 from ..semantics.token_slices import MixedTokensError, TokenSlices, run_token_by_token
+from .tensor_trial import may_join
 
 _RANKS = 2
 
@@ -59,6 +61,16 @@ def context_problem(fake: FakeModel, banks: Iterable[str], layers: Iterable[Laye
     if kept:
         return f"buffer {kept} keeps what is made of tokens, of which each rank has its own"
     return "its loss is not a mean over tokens" if isinstance(mark_of(loss), Held) else ""
+
+
+def backward_problem(runs: Iterable[Observation], length: int | None) -> str:
+    """What functions of the model's own do in the backward of some layers that may join tokens; "" if nothing. Hooks on
+    gradients are followed by the trial itself."""
+    own = (op for run in runs for op in run.ops if op.own == "function")
+    joining = next((op for op in own if length is not None and may_join(op, length)), None)
+    if joining is None:
+        return ""
+    return f"{joining.name} in a backward of the model's own ({joining.module or 'between modules'}) may join tokens"
 
 
 class _NotFollowed(TorchDispatchMode):

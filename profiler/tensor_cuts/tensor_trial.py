@@ -263,6 +263,15 @@ def _is_of_one_element(name: str) -> bool:
     return any(torch.Tag.pointwise in getattr(form, o).tags for form in forms if form for o in form.overloads())
 
 
+def may_join(op: Op, size: int) -> bool:
+    """Whether an operator may join what lies along a dim of that size. Plain products do not, unless such a dim is what
+    they sum over, as that of a weight's gradient."""
+    plain = _ONE_NUMBER | _AS_LARGE | {"mm", "addmm"}
+    if op.is_view or op.kind == "copy" or op.name in plain or _is_of_one_element(op.name):
+        return False
+    return op.name not in _REDUCTIONS or size in _reduced(op)
+
+
 def leading_problem(modules: Mapping[str, nn.Module], whole: Sequence[Op], cut: Sequence[Op], trial: TensorCut) -> str:
     """A slice of a column's features must be a slice of the leading feature dim wherever it is read.
 
