@@ -139,7 +139,12 @@ def context_rule(profile: ModelProfile, context: int, tensor: int, kind: Context
     """The rule that excludes a context degree beside a tensor degree, or None if it is legal."""
     if context == 1:
         return None
-    if profile.seq_len is None or not has_sequence_attention(profile):
+    if profile.seq_len is None and profile.attention_modules:
+        return (
+            "context: the batch function does not say how long a sequence is, of which context ranks would have parts; "
+            "if the batch has sequences, let it take their length: def batch(size, seq_len=2048)"
+        )
+    if profile.seq_len is None or not profile.attention_modules:
         return (
             "context: the model has no attention over a sequence by scaled_dot_product_attention, which context ranks "
             "share; scores that a model computes by itself stay whole"
