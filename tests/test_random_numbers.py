@@ -159,6 +159,37 @@ class NoisyNet(FusedDropNet):
         return self.head(x)
 
 
+NOTED: list[torch.Tensor] = []
+"""Noise that layers have drawn."""
+
+
+class _NoisyBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(WIDTH)
+        if type(noise) is torch.Tensor:  # and no fake one
+            NOTED.append(noise)
+        return x + self.linear(x + noise)
+
+
+class NoisyLayersNet(nn.Module):
+    """Layers that draw noise, and drop nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(_NoisyBlock() for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class Undropped(nn.Module):
     """Calls a module of its own that drops nothing."""
 
@@ -172,7 +203,7 @@ class Undropped(nn.Module):
 
 MODELS: dict[str, type[nn.Module]] = {
     "drop": DropNet, "fused": FusedDropNet, "calls": CallingNet, "imports": ImportingNet, "is helped": HelpedNet,
-    "writes": WritingNet, "noisy": NoisyNet
+    "writes": WritingNet, "noisy": NoisyNet, "noisy layers": NoisyLayersNet
 }  # fmt: skip
 
 
@@ -232,6 +263,23 @@ def test_dropout_is_that_of_one_process(name: str) -> None:
     found = train(case) if case.num_ranks == 1 else run_ranks(train, case.num_ranks, case)[0]
 
     assert max(errors(found, expected, 2e-2, 1e-3).values()) < TOLERANCE, errors(found, expected, 2e-2, 1e-3)
+
+
+def _noted(case: Case) -> list[float]:
+    NOTED.clear()
+    train(case)
+    return [float(noise[0]) for noise in NOTED]
+
+
+@pytest.mark.slow
+def test_layers_of_later_stages_draw_noise_of_their_own() -> None:
+    case = Case("noisy layers", stages=(2, 2))
+    plan_of(case, profile_of(case.model))
+
+    first, second = run_ranks(_noted, case.num_ranks, case)
+
+    assert len(first) == len(second) == len(set(first)) == len(set(second))
+    assert not set(first) & set(second)
 
 
 def test_what_a_model_recomputes_by_itself_is_dropped_again() -> None:

@@ -6,10 +6,10 @@ they have the same activations, and their own part of it where they have a part,
 the sequence.
 
 Everything else that a model or a loss draws from torch's generators, Python's or numpy's (noise, masked tokens, mixup)
-begins anew with every micro-batch, from (seed, step, first sample): alike on ranks with the same samples, independent
-on others. So it is on context ranks, where one draw may be for all tokens of a sample (a layer that is left out, the
-order of words); of noise like tokens each takes the part for its own. What the training script draws outside of `step`
-is left alone.
+begins anew with every micro-batch, from (seed, step, first sample), and in stages with every layer: alike on ranks with
+the same samples and layers, independent on others. So it is on context ranks, where one draw may be for all tokens of a
+sample (a layer that is left out, the order of words); of noise like tokens each takes the part for its own. What the
+training script draws outside of `step` is left alone.
 
 Recompute draws again what forward drew, because torch puts its generator back: each dropout draws one number from it,
 by which it is known again. Whole layers may run again, too (of a model that calls checkpoint itself): they are known by
@@ -60,7 +60,8 @@ _FEATURES = {"dropout1d": 1, "dropout2d": 2, "dropout3d": 3}
 class RandomNumbers:
     """The random numbers of a rank's steps. model: whole and unchanged, on the meta device.
 
-    drops: whether the model drops something out; if not, layers cost nothing. None: its first forward will tell.
+    drops: whether the model drops something out; if not, layers cost nothing, but in stages. None: its first forward
+    will tell.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: RankMesh, seed: int) -> None:
@@ -73,6 +74,7 @@ class RandomNumbers:
         self._whole: nn.Module | None = None
         self._count = plan.num_microbatches
         self._watched: list[nn.Module] = []
+        self._watches_layers = False
         if self.drops is None or (self.drops and plan.degrees.tensor > 1):
             with torch.device("meta"):
                 self._whole = copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
@@ -92,8 +94,13 @@ class RandomNumbers:
         for i, stage in enumerate(own):
             stage.register_forward_pre_hook(partial(self._stage_begins, i), prepend=True)
         self._watched = [stage.model for stage in own] or [module]
-        if self.drops:
+        if self.drops or own:  # the layers of one stage would draw what those of others do
+            self._watch()
+
+    def _watch(self) -> None:
+        if not self._watches_layers:
             self._watch_layers(self._watched)
+        self._watches_layers = True
 
     def _watch_layers(self, roots: Iterable[nn.Module]) -> None:
         for root in roots:
@@ -148,7 +155,7 @@ class RandomNumbers:
             # layers are watched then, for a little time, and of tensor ranks a dropout is refused once it is met
             _log.debug("dropout was not looked for: %s", error)
         if self.drops:
-            self._watch_layers(self._watched)
+            self._watch()
         if not is_seen or self._plan.degrees.tensor == 1:
             self._whole = None
 
