@@ -309,7 +309,7 @@ def _profile_at(
             *_dense(fake),
             *chain.notes,
             *(note for i in firsts for note in found[i].notes),
-            *(_uncut(classes) if fake.mode is not None else (_NO_CUTS,)),
+            *(_uncut(classes, [found[i].notes for i in firsts]) if fake.mode is not None else (_NO_CUTS,)),
         ),
     )
     return profile.model_copy(update={"fingerprint": fingerprint_of(profile)}), costed
@@ -416,9 +416,11 @@ def _plain_name(layer_class: LayerClass) -> str:
 _NO_CUTS = "not cut by tensor parallelism, because it decides by values, of which each rank would have others"
 
 
-def _uncut(classes: Sequence[LayerClass]) -> tuple[str, ...]:
-    """A note on classes that hold weights, of which tensor parallelism can cut none."""
-    uncut = [c for c in classes if not c.cuts and any(len(p.shape) > 1 for p in c.parameters)]
+def _uncut(classes: Sequence[LayerClass], notes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """A note on classes that hold weights, of which tensor parallelism can cut none. notes: on each class; of those
+    that have some it is said what could not be cut."""
+    whole = [c for c, said in zip(classes, notes, strict=True) if not (c.cuts or said)]
+    uncut = [c for c in whole if any(len(p.shape) > 1 for p in c.parameters)]
     cut = {_plain_name(c) for c in classes if c.cuts}
     names = dict.fromkeys(f"some {name}" if name in cut else name for name in map(_plain_name, uncut))
     if not names:
