@@ -248,6 +248,7 @@ def test_tensors_that_are_written_in_parts_give_the_same_numbers_in_stages(name:
     assert report.ok, report.lines[-1]
 
 
+@pytest.mark.timeout(1200)  # some 200 s alone, and other tests may run beside
 @pytest.mark.slow
 def test_all_odd_files_are_planned_and_verified_or_refused() -> None:
     ill = {name: answers for name, answers in table_of(FOLDER, 1) if not is_well(answers, 1)}
