@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.profiler.model.fake_modes import fake_mode
 from meshwright.profiler.model.kept_results import fakes_forgotten, forget_fakes
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.trace import trace
@@ -69,12 +70,15 @@ def test_what_holds_numbers_stays() -> None:
     table, numbers = slopes(3), torch.ones(3)
     TABLES[3] = (numbers,)
 
-    with fakes_forgotten():
-        TABLES[4] = (torch.ones(3, device="meta"),)
+    TABLES[4] = (torch.ones(3, device="meta"),)  # a file may hold such for itself
+
+    with fakes_forgotten(), fake_mode():
+        TABLES[5] = (torch.ones(3),)
 
     assert slopes(3) is table
     assert TABLES.pop(3) == (numbers,)
-    assert 4 not in TABLES
+    assert TABLES.pop(4)
+    assert 5 not in TABLES
 
 
 def test_functions_of_files_imported_later_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

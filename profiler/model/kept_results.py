@@ -37,11 +37,11 @@ def fakes_forgotten() -> Iterator[None]:
 
 
 def forget_fakes() -> None:
-    """Let functions compute anew what they have kept of tensors that are fake, or on the meta device, and take such
-    tensors out of dicts and lists of files and classes that are not installed as packages: a run on real tensors would
-    be given them."""
+    """Let functions compute anew what they have kept of tensors that are fake, or on the meta device, and take fake
+    ones out of dicts and lists of files and classes that are not installed as packages: a run on real tensors would be
+    given them."""
     for function in _keeping():
-        if function.cache_info().currsize and _has_fakes(_results(function)):
+        if function.cache_info().currsize and _has_fakes(_results(function), or_meta=True):
             function.cache_clear()
     for holder in _holders():
         for held in list(vars(holder).values()):
@@ -82,12 +82,13 @@ def _holders() -> Iterator[ModuleType | type]:
                 yield held
 
 
-def _has_fakes(values: Iterable[Any], depth: int = 2) -> bool:
-    """Whether one of the values is a tensor without numbers, or a tuple, list or dict with one inside."""
+def _has_fakes(values: Iterable[Any], or_meta: bool = False, depth: int = 2) -> bool:
+    """Whether one of the values is a fake tensor, or a tuple, list or dict with one inside. or_meta: or on the meta
+    device, where a file may hold some for itself."""
     for value in values:
-        if isinstance(value, torch.Tensor) and (isinstance(value, FakeTensor) or value.is_meta):
+        if isinstance(value, FakeTensor) or (or_meta and isinstance(value, torch.Tensor) and value.is_meta):
             return True
         inside = value.values() if type(value) in _TABLES else value if type(value) in (list, tuple) else ()
-        if depth and inside and _has_fakes(inside, depth - 1):
+        if depth and inside and _has_fakes(inside, or_meta, depth - 1):
             return True
     return False

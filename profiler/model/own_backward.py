@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from ..semantics.own_code import is_own
 from .meters import OwnCode, Recorder
 
 _HERE = __name__.partition(".")[0]
@@ -23,19 +24,10 @@ def has_own_backward(outputs: Sequence[torch.Tensor]) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, BackwardCFunction) and _file_of(node._forward_cls) != _HERE:
+        if isinstance(node, BackwardCFunction) and node._forward_cls.__module__.partition(".")[0] != _HERE:
             return True
         nodes += [following for following, _ in node.next_functions]
     return False
-
-
-def _file_of(code: Any) -> str:
-    return str(getattr(code, "__module__", "")).partition(".")[0]
-
-
-def _is_own(code: Any) -> bool:
-    """Whether a function or class is a model's own, and not torch's or of this package."""
-    return _file_of(code) not in ("torch", _HERE)
 
 
 @contextmanager
@@ -51,10 +43,10 @@ def recorded_as_own(recorder: Recorder) -> Iterator[None]:
             recorder.own = before
 
     def apply(node: Any, *args: Any) -> Any:
-        return own("function", run, node, *args) if _is_own(node._forward_cls) else run(node, *args)
+        return own("function", run, node, *args) if is_own(node._forward_cls) else run(node, *args)
 
     def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-        return register(tensor, partial(own, "hook", hook) if _is_own(hook) else hook)
+        return register(tensor, partial(own, "hook", hook) if is_own(hook) else hook)
 
     with patch.object(BackwardCFunction, "apply", apply), patch.object(torch.Tensor, "register_hook", register_hook):
         yield

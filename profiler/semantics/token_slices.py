@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from .own_code import is_own
 from .producers import is_wrapped, unwrapped
 from .token_marks import (
     SHARE,
@@ -594,7 +595,7 @@ def _hook(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> An
     """Called with the gradient of the tokens that are here, known as such; of fake tensors, which get none, at once.
     Those of fully_shard and our own are no part of the model."""
     x, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
-    if str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", __name__.partition(".")[0]):
+    if not is_own(hook):
         return func(x, hook)
     held = _only(name, args, {})
 
