@@ -60,7 +60,7 @@ def main() -> int:
 
 def _of_a_folder(folder: Path, plans: int, output: Path) -> int:
     table: dict[str, list[Answer]] = {}
-    for name, answers in table_of(folder, plans):
+    for name, answers in table_of(sorted(folder.glob("*.py")), plans):
         table[name] = answers
         print(f"{name}: {'well' if is_well(answers, plans) else 'NOT WELL'}", flush=True)
         for answer in answers:

@@ -5,7 +5,7 @@ import multiprocessing
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,10 +46,10 @@ class Answer:
     cpu_s: float
 
 
-def table_of(folder: Path, plans: int) -> Iterator[tuple[str, list[Answer]]]:
+def table_of(paths: Iterable[Path], plans: int) -> Iterator[tuple[str, list[Answer]]]:
     """(name, answers) of each model file, each in a process of its own: what one does to it is gone with it."""
     context = multiprocessing.get_context("fork")
-    for path in sorted(folder.glob("*.py")):
+    for path in paths:
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_send, args=(sender, path, plans))
         process.start()
