@@ -73,8 +73,7 @@ class RandomNumbers:
         self._rehearsed: dict[tuple[Any, ...], dict[tuple[_Place, int], torch.Size]] = {}  # by shapes of inputs
         self._whole: nn.Module | None = None
         self._count = plan.num_microbatches
-        self._watched: list[nn.Module] = []
-        self._watches_layers = False
+        self._unwatched: list[nn.Module] = []
         if self.drops is None or (self.drops and plan.degrees.tensor > 1):
             with torch.device("meta"):
                 self._whole = copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
@@ -89,18 +88,18 @@ class RandomNumbers:
         self._given: Counter[int] = Counter()
 
     def watch(self, module: nn.Module, stages: Iterable[StageModule]) -> None:
-        """Know from now on which layer of `module`, the user's, is running; of stages which micro-batch, too."""
+        """Know from now on which layer of `module`, the user's, is running; of stages which micro-batch, too. One
+        process may run copies of a model, each watched."""
         own = list(stages)
         for i, stage in enumerate(own):
             stage.register_forward_pre_hook(partial(self._stage_begins, i), prepend=True)
-        self._watched = [stage.model for stage in own] or [module]
+        self._unwatched += [stage.model for stage in own] or [module]
         if self.drops or own:  # the layers of one stage would draw what those of others do
             self._watch()
 
     def _watch(self) -> None:
-        if not self._watches_layers:
-            self._watch_layers(self._watched)
-        self._watches_layers = True
+        self._watch_layers(self._unwatched)
+        self._unwatched = []
 
     def _watch_layers(self, roots: Iterable[nn.Module]) -> None:
         for root in roots:
