@@ -199,7 +199,7 @@ class Folder:
         (path / "steps.jsonl").write_text(STEPS)
         (path / "deepspeed.json").write_text(DEEPSPEED)
         (path / "accelerate.yaml").write_text(ACCELERATE)
-        self.good = {p.name: p.read_bytes() for p in path.iterdir()}
+        self.good = {p.name: p.read_bytes() for p in path.iterdir() if p.is_file()}
 
     def tried(self, case: Case) -> Found:
         """What becomes of a case; the folder is as before then."""

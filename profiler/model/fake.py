@@ -27,7 +27,7 @@ from .forward_state import Changeable, TensorsRead, changed, places_of, put_back
 from .frozen import kept_as
 from .gpu_kernel_emulation import as_on_gpu
 from .held_tensors import HeldTensors, held_beside, unregistered_modules, whole_because
-from .kept_results import forget_fakes
+from .kept_results import forget_other_runs
 from .known_numbers import MOST_KNOWN, knowing_numbers, known
 from .loaded import Batch, LoadedModel, is_ours, place_of, split_inputs
 from .model_profile import BufferProfile, KeptAs
@@ -235,7 +235,7 @@ class FakeModel:
 
 def fake_model(loaded: LoadedModel, dtype: torch.dtype, knows_layout: bool = False) -> FakeModel:
     """The model built on the meta device and turned into fake CPU tensors, in training mode."""
-    forget_fakes()  # of another mode, with which these must not meet
+    forget_other_runs()
     mode = LeanFakeMode()
     module = on_meta(loaded.build)
     _check_layouts(loaded, module)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,7 +22,12 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 _OWN = __name__.partition(".")[0]
 
-_functions: WeakSet[Any] = WeakSet()
+_functions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Functions that keep results, and how often each had computed one when it was last looked at."""
+
+_has_run = False
+"""Whether anything has run on fake tensors in this process."""
+
 _num_files = 0
 """How many files were imported when functions were last looked for."""
 
@@ -36,13 +41,22 @@ def fakes_forgotten() -> Iterator[None]:
         forget_fakes()
 
 
+def forget_other_runs() -> None:
+    """Before a run on fake tensors: let nothing be kept of others, whose tensors its own must not meet."""
+    global _has_run
+    if _has_run:
+        forget_fakes()
+    _has_run = True
+
+
 def forget_fakes() -> None:
     """Let functions compute anew what they have kept of tensors that are fake, or on the meta device, and take fake
     ones out of dicts and lists of files and classes that are not installed as packages: a run on real tensors would be
     given them."""
-    for function in _keeping():
-        if function.cache_info().currsize and _has_fakes(_results(function), or_meta=True):
+    for function in _with_new_results():
+        if _has_fakes(_results(function), or_meta=True):
             function.cache_clear()
+            _functions[function] = 0
     for holder in _holders():
         for held in list(vars(holder).values()):
             if type(held) in _TABLES:
@@ -54,13 +68,20 @@ def forget_fakes() -> None:
                 held.extend(kept)
 
 
-def _keeping() -> list[Any]:
-    """Functions that keep results. Looking for them takes 50 ms, and most are made as files are imported."""
+def _with_new_results() -> Iterator[Any]:
+    """Functions that have kept something since they were last looked at. Looking for new ones takes 50 ms, and most are
+    made as files are imported."""
     global _num_files
     if _num_files != len(sys.modules):
         _num_files = len(sys.modules)
-        _functions.update(x for x in gc.get_objects() if type(x) is _LRU)
-    return list(_functions)
+        for function in gc.get_objects():
+            if type(function) is _LRU:
+                _functions.setdefault(function, 0)
+    for function, before in list(_functions.items()):
+        now = function.cache_info().misses
+        if now != before:
+            _functions[function] = now
+            yield function
 
 
 def _results(function: Any) -> Iterator[Any]:
@@ -72,14 +93,18 @@ def _results(function: Any) -> Iterator[Any]:
 def _holders() -> Iterator[ModuleType | type]:
     """Files, and classes, in which the code of a model may keep something."""
     for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        is_file = isinstance(module, ModuleType) and isinstance(file, str) and not file.startswith(_INSTALLED)
+        is_file = isinstance(module, ModuleType) and _is_of_user(getattr(module, "__file__", None))
         if not is_file or module.__name__.partition(".")[0] == _OWN:
             continue
         yield module
         for held in list(vars(module).values()):
             if isinstance(held, type) and held.__module__ == module.__name__:
                 yield held
+
+
+@functools.cache
+def _is_of_user(file: str | None) -> bool:
+    return isinstance(file, str) and not file.startswith(_INSTALLED)
 
 
 def _has_fakes(values: Iterable[Any], or_meta: bool = False, depth: int = 2) -> bool:
