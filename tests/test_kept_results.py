@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -25,6 +26,18 @@ def slopes(count: int) -> torch.Tensor:
 @functools.cache
 def offsets(count: int) -> list[torch.Tensor]:
     return [torch.ones(count)]
+
+
+def ones(count: int) -> torch.Tensor:
+    return torch.ones(count)
+
+
+def decorated(function: Callable[[int], torch.Tensor]) -> Callable[[int], torch.Tensor]:
+    @functools.wraps(function)
+    def run(count: int) -> torch.Tensor:
+        return function(count)
+
+    return run
 
 
 @functools.cache
@@ -90,6 +103,19 @@ def test_functions_of_files_imported_later_are_found(monkeypatch: pytest.MonkeyP
     forget_fakes()
 
     assert later.cache_info().currsize == 0
+
+
+def test_functions_that_a_file_gets_later_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_fakes()
+    later, inside = functools.cache(ones), functools.cache(ones)
+    monkeypatch.setattr(sys.modules[__name__], "later", later, raising=False)
+    monkeypatch.setattr(Keeping, "later", staticmethod(decorated(inside)), raising=False)
+
+    with fakes_forgotten(), fake_mode():
+        for function in later, inside:
+            function(3)
+
+    assert [later.cache_info().currsize, inside.cache_info().currsize] == [0, 0]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import sysconfig
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,8 +28,8 @@ _functions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _has_run = False
 """Whether anything has run on fake tensors in this process."""
 
-_num_files = 0
-"""How many files were imported when functions were last looked for."""
+_num_installed = 0
+"""How many modules that are no user's files were imported when all functions were last looked for."""
 
 
 @contextmanager
@@ -53,13 +53,15 @@ def forget_fakes() -> None:
     """Let functions compute anew what they have kept of tensors that are fake, or on the meta device, and take fake
     ones out of dicts and lists of files and classes that are not installed as packages: a run on real tensors would be
     given them."""
-    for function in _with_new_results():
+    files = [module for module in list(sys.modules.values()) if _is_of_user(module)]
+    holders = [holder for file in files for holder in _holders(file)]
+    for function in _with_new_results(holders, len(sys.modules) - len(files)):
         if _has_fakes(_results(function), or_meta=True):
             function.cache_clear()
             _functions[function] = 0
-    for holder in _holders():
+    for holder in holders:
         for held in list(vars(holder).values()):
-            if type(held) in _TABLES:
+            if type(held) in _TABLES and _has_fakes(held.values()):
                 for key in [key for key, value in held.items() if _has_fakes([value])]:
                     del held[key]
             elif type(held) in _LISTS and _has_fakes(held):
@@ -68,20 +70,32 @@ def forget_fakes() -> None:
                 held.extend(kept)
 
 
-def _with_new_results() -> Iterator[Any]:
-    """Functions that have kept something since they were last looked at. Looking for new ones takes 50 ms, and most are
-    made as files are imported."""
-    global _num_files
-    if _num_files != len(sys.modules):
-        _num_files = len(sys.modules)
-        for function in gc.get_objects():
-            if type(function) is _LRU:
-                _functions.setdefault(function, 0)
+def _with_new_results(holders: Iterable[ModuleType | type], num_installed: int) -> Iterator[Any]:
+    """Functions that have kept something since they were last looked at. All objects are looked through, which takes 50
+    to 100 ms, where packages were imported since; else what holds the user's."""
+    global _num_installed
+    if _num_installed != num_installed:
+        _num_installed = num_installed
+        found = [x for x in gc.get_objects() if type(x) is _LRU]
+    else:
+        found = [x for holder in holders for held in list(vars(holder).values()) for x in _keeping(held)]
+    for function in found:
+        _functions.setdefault(function, 0)
     for function, before in list(_functions.items()):
         now = function.cache_info().misses
         if now != before:
             _functions[function] = now
             yield function
+
+
+def _keeping(held: Any, depth: int = 2) -> Iterator[Any]:
+    """Functions that keep results, and are one that a file or class holds, or inside of it, as decorators put them."""
+    held = getattr(held, "__func__", held) if isinstance(held, staticmethod | classmethod) else held
+    if type(held) is _LRU:
+        yield held
+    elif depth and isinstance(held, FunctionType):
+        for inside in gc.get_referents(*(held.__closure__ or ())):
+            yield from _keeping(inside, depth - 1)
 
 
 def _results(function: Any) -> Iterator[Any]:
@@ -90,21 +104,23 @@ def _results(function: Any) -> Iterator[Any]:
         yield from held.values() if type(held) is dict else (held,)
 
 
-def _holders() -> Iterator[ModuleType | type]:
-    """Files, and classes, in which the code of a model may keep something."""
-    for module in list(sys.modules.values()):
-        is_file = isinstance(module, ModuleType) and _is_of_user(getattr(module, "__file__", None))
-        if not is_file or module.__name__.partition(".")[0] == _OWN:
-            continue
-        yield module
-        for held in list(vars(module).values()):
-            if isinstance(held, type) and held.__module__ == module.__name__:
-                yield held
+def _is_of_user(module: Any) -> bool:
+    """Whether this is a module of a file that is neither installed nor ours."""
+    is_file = isinstance(module, ModuleType) and not _is_installed(getattr(module, "__file__", None))
+    return is_file and module.__name__.partition(".")[0] != _OWN
 
 
 @functools.cache
-def _is_of_user(file: str | None) -> bool:
-    return isinstance(file, str) and not file.startswith(_INSTALLED)
+def _is_installed(file: str | None) -> bool:
+    return not isinstance(file, str) or file.startswith(_INSTALLED)
+
+
+def _holders(file: ModuleType) -> Iterator[ModuleType | type]:
+    """A file and its classes, in which the code of a model may keep something."""
+    yield file
+    for held in list(vars(file).values()):
+        if isinstance(held, type) and held.__module__ == file.__name__:
+            yield held
 
 
 def _has_fakes(values: Iterable[Any], or_meta: bool = False, depth: int = 2) -> bool:
