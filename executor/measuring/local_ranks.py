@@ -1,5 +1,6 @@
 """Run a function on ranks that are forked from this process, and turn whatever goes wrong in them into one sentence."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -111,6 +112,7 @@ def _run(
 ) -> None:
     global _is_local_rank
     _is_local_rank = True
+    gc.freeze()  # else the collector would walk over, and so copy, all that the parent has
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
     with suppress(OSError):  # if memory runs out, Linux should kill a rank and not the parent, who says what happened
         Path("/proc/self/oom_score_adj").write_text("1000")
