@@ -209,6 +209,19 @@ def test_what_reduces_over_the_cut_features_forbids_the_cut(between: Callable[[t
     assert _cuts_between(between) == ()
 
 
+def test_noise_for_what_is_cut_forbids_the_cut_and_dropout_does_not() -> None:
+    noisy = _Pair(lambda x: x + 0.1 * torch.randn_like(x))
+    dropping = _Pair(lambda x: functional.dropout(x, 0.1), 64)
+
+    model = nn.Sequential(noisy, dropping, nn.Flatten())
+    profile = trace(
+        load_model(model, batch=lambda size: (torch.ones(size, 4, 8),), loss=lambda output, batch: output.float().sum())
+    )
+
+    assert [profile.classes[layer.layer_class].cuts != () for layer in profile.layers[:2]] == [False, True]
+    assert any("randn_like in the layer draws for what is cut, and every rank would" in n for n in profile.notes)
+
+
 class _Centred(torch.autograd.Function):
     """Its gradient is that without its mean over all features."""
 

@@ -176,9 +176,13 @@ _ONE_NUMBER = {"empty", "empty_strided", "zeros", "ones", "full", "scalar_tensor
 _AS_LARGE = {"empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
 """Operators that make a tensor as another one is, of one number or none."""
 
-_DRAWS = {"native_dropout", "bernoulli", "bernoulli_", "rand_like", "randn_like"}
+_DROPS = {"native_dropout", "bernoulli_"}
+"""Operators of dropouts, of whose masks each rank takes its own part."""
 
-_EACH_ALONE = _DRAWS | {
+_DRAWS = {"bernoulli", "rand_like", "randn_like", "normal_", "uniform_", "exponential_"}
+"""Operators that draw what every rank draws alike."""
+
+_EACH_ALONE = _DROPS | {
     *("complex", "polar", "floor_divide", "embedding", "index", "repeat", "roll", "flip", "constant_pad_nd"),
     "_prelu_kernel",
 }
@@ -200,6 +204,8 @@ def number_problem(whole: Sequence[Op], cut: Sequence[Op], rows: set[str]) -> st
         made = any(u.shape != v.shape for u, v in zip(a.outputs, b.outputs, strict=True))
         if not a.inputs and made and a.name not in _ONE_NUMBER:
             return f"because {a.name} {where} numbers what is cut, from its beginning on every rank"
+        if made and a.name in _DRAWS:
+            return f"because {a.name} {where} draws for what is cut, and every rank would draw the same"
         read = [_changed(u, v) for u, v in zip(a.inputs, b.inputs, strict=True)]
         if _counts(a, b, read):
             name = "torch.tensor" if a.name == "lift_fresh" else a.name
@@ -351,7 +357,7 @@ def _keeps_folded(whole: Op, cut: Op, folded: dict[View, int]) -> bool:
         return True
     known = whole.is_view or whole.name in _REDUCTIONS | _NORMS | _PRODUCTS
     known |= whole.kind in ("copy", "norm") or _is_of_one_element(whole.name)
-    if len(times) > 1 or not known or whole.name in _DRAWS:
+    if len(times) > 1 or not known or whole.name in _DROPS:
         return False
     sizes = {u.shape[dim] for u, v in pairs for dim in _changed(u, v)}
     for u, v in zip(whole.outputs, cut.outputs, strict=True):
