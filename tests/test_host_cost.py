@@ -218,8 +218,10 @@ def test_autocast_moves_more_than_layers_in_16_bits() -> None:
     )
     layer = layer_class("norm", 0.0, 1_000_000, saved=1e4, inputs=1e4)
     layer = layer.model_copy(update={"whole": layer.whole.model_copy(update={"operators": (norm,)})})
-    model = CostModel(
-        profile([layer], [0] * 2, crossing=1e4), cluster(on=HOST, per_host=2), TrainingSpec(global_batch=8)
+    chain, machines = profile([layer], [0] * 2, crossing=1e4), cluster(on=HOST, per_host=2)
+    model, pure = (
+        CostModel(chain, machines, TrainingSpec(global_batch=8, software=software))
+        for software in ("fsdp2-eager", "fsdp2-eager+pure-16-bit")
     )
     alone_s = model.compute(model.kinds[0], spread(1)).forward
 
@@ -228,6 +230,7 @@ def test_autocast_moves_more_than_layers_in_16_bits() -> None:
     assert alone_s == pytest.approx(4 * 2e9 / 1e12)
     assert replicas_s == pytest.approx((1 + AUTOCAST_TRAFFIC) * alone_s)
     assert model.passes_s(model.kinds[0], spread(2))[0] == pytest.approx(alone_s)
+    assert pure.passes_s(pure.kinds[0], spread(1))[0] == pytest.approx(alone_s)
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ class LayerPasses(JobModel):
         """The forward and the backward of a layer."""
         found, layer_class, parts = self.compute(kind, shape), self.layer_class(kind), self.tensor_traffic(kind, shape)
         wrapped, each_s = uses_fully_shard(shape, self.training), self.device.dispatch
-        autocast = self.training.is_mixed and not wrapped
+        autocast = self.training.is_mixed and not self.software.memory.pure and not wrapped
         more = hooks(
             wrapped and not kind.is_in_root(shape),
             shape.sharded_over > 1,
