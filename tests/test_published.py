@@ -12,9 +12,10 @@ from benchmarks.published import metrics, report, score
 from benchmarks.published.clusters import NETWORK_EFFICIENCY, network_bits_per_node, place
 from benchmarks.published.grow import profile_of, without_padding
 from benchmarks.published.models import Latent, Mixture, Sizes, loaded
-from benchmarks.published.pricing import Priced, Pricer
+from benchmarks.published.pricing import Priced, Pricer, memory_by_metric
 from benchmarks.published.rows import DATA, read_folders
 from benchmarks.published.settings import CannotPriceError, setting_of
+from meshwright.planner.cost.estimate import Estimate, StageMemory
 from meshwright.profiler.model.trace import trace
 from support import slow
 from support.published_rows import data, row
@@ -133,6 +134,7 @@ def test_step_time_is_published_or_follows_from_tokens_and_the_global_batch() ->
     [
         ("nvidia-smi GB on the first/last stage", "device"),
         ("GiB*1.0737; torch max_memory_reserved, max over ranks", "reserved"),
+        ("nvidia-smi GB of the first host (inferred)", "device"),
         ("torch max_memory_allocated, max over ranks (GiB converted to GB); reserved 70.88 GiB", "allocated"),
         ("max allocated GB (as reported)", "allocated"),
         ('paper "Memory (GB)", max over GPUs (definition not stated)', "reserved"),
@@ -140,6 +142,19 @@ def test_step_time_is_published_or_follows_from_tokens_and_the_global_batch() ->
 )
 def test_memory_is_compared_by_the_metric_that_was_measured(told: str, metric: str) -> None:
     assert row(measured__mem_metric=told).memory_metric == metric
+
+
+def test_a_row_read_on_the_first_host_is_compared_with_its_stages() -> None:
+    stages = [
+        StageMemory(items={}, allocated_bytes=b, reserved_bytes=b, device_bytes=b, budget_bytes=9) for b in (3, 2, 1, 4)
+    ]
+    found, on_hosts = (
+        Estimate.model_construct(memory=tuple(stages)),
+        {"cluster__n_gpus": 8, "cluster__gpus_per_node": 4},
+    )
+
+    assert memory_by_metric(found, row(**on_hosts))["device"] == 4
+    assert memory_by_metric(found, row(**on_hosts, measured__mem_metric="nvidia-smi of the first host"))["device"] == 3
 
 
 @pytest.mark.parametrize(
@@ -515,6 +530,11 @@ BEFORE_ZERO_2 = {"config__framework": "Megatron-DeepSpeed", "cluster__gpu": "V10
         ({"config__framework": "Megatron-LM", "cluster__gpu": "H100-SXM5-80GB"}, "megatron-2023", "bf16"),
         ({"config__framework": "InternEvo"}, "megatron-2023+half-gradients+flat-optimizer", "bf16"),
         (BEFORE_ZERO_2, "megatron-2021+deepspeed-2021+deepspeed-bf16", "bf16"),
+        (
+            BEFORE_ZERO_2 | {"notes": "bf16 here is before the fp32-grad-accumulation optimizer."},
+            "megatron-2021+half-gradients+deepspeed-2021",
+            "bf16",
+        ),
         ({"config__framework": "litgpt + eager"}, "fsdp2-eager+pure-16-bit", "bf16"),
         ({"config__framework": "Megatron-LM", "config__precision": "fp16"}, "megatron-2021+half-gradients", "bf16"),
     ],

@@ -11,13 +11,12 @@ from typing import TypeAlias
 from unittest.mock import patch
 
 from meshwright.planner.cost import software
-from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.plan.document import Plan
 from meshwright.profiler.model.model_profile import ModelProfile
 
 from .clusters import place
 from .metrics import Spread, spread
-from .pricing import Pricer
+from .pricing import Pricer, memory_by_metric
 from .rows import DATA, Row, read_folders
 from .settings import CannotPriceError, setting_of
 from .single_modules import estimate_of
@@ -114,8 +113,9 @@ class Errors:
         key = (case.row.id, *(values[share.name] for share in SHARES if share.applies(case.stack)))
         if key not in self._known:
             with tried(values):
-                found = peak_bytes(estimate_of(case.plan, case.profile, case.repeated), case.row)
-            self._known[key] = math.log(found / (case.row.memory_bytes or math.nan))
+                found = estimate_of(case.plan, case.profile, case.repeated)
+            peak = memory_by_metric(found, case.row)[case.row.memory_metric]
+            self._known[key] = math.log(peak / (case.row.memory_bytes or math.nan))
         return self._known[key]
 
     def objective(self, cases: Sequence[Case], values: Mapping[str, float]) -> float:
@@ -124,16 +124,6 @@ class Errors:
         mean = sum(case.weight * abs(self.of(case, values)) for case in cases) / total
         far = sum((math.log(values[share.name] / share.before) / share.spread) ** 2 for share in SHARES)
         return mean + PRIOR * far / len(SHARES)
-
-
-def peak_bytes(found: Estimate, row: Row) -> float:
-    """Predicted bytes of a row's metric on the rank that holds most."""
-    worst = max(found.memory, key=lambda stage: stage.device_bytes)
-    return {
-        "allocated": worst.allocated_bytes,
-        "reserved": worst.reserved_bytes,
-        "device": worst.device_bytes,
-    }[row.memory_metric]
 
 
 def cases_of(rows: Sequence[Row]) -> list[Case]:

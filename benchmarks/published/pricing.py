@@ -1,5 +1,6 @@
 """Prices rows by the project's own road: model on meta -> profile -> plan -> estimate; equal rows and models once."""
 
+import math
 import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -65,15 +66,10 @@ class Pricer:
             return Priced(row, reason=str(error))
         except Exception as error:  # one odd row must not cost the figures of all others; the page names it
             return Priced(row, reason=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-        worst = max(found.memory, key=lambda stage: stage.device_bytes)
         return Priced(
             row,
             step_s=found.step_time_s,
-            memory_bytes={
-                "allocated": worst.allocated_bytes,
-                "reserved": worst.reserved_bytes,
-                "device": worst.device_bytes,
-            },
+            memory_bytes=memory_by_metric(found, row),
             fits=found.fits or self._fits_with_more(setting, placed.cluster),
             assumed=(*setting.assumed, *placed.assumed),
             dropped=setting.dropped,
@@ -128,6 +124,19 @@ def price_all(rows: Sequence[Row], processes: int | None = None) -> list[Priced]
             priced = [found for group in pool.map(_price_group, groups.values()) for found in group]
     place_of = {id(row): place for place, row in enumerate(row for group in groups.values() for row in group)}
     return [priced[place_of[id(row)]] for row in rows]
+
+
+def memory_by_metric(found: Estimate, row: Row) -> dict[str, float]:
+    """Predicted bytes by metric on the rank that holds most, of those that the row looks at."""
+    stages = found.memory
+    if row.memory_is_of_first_host:
+        stages = stages[: math.ceil(len(stages) * row.cluster["gpus_per_node"] / row.cluster["n_gpus"])]
+    worst = max(stages, key=lambda stage: stage.device_bytes)
+    return {
+        "allocated": worst.allocated_bytes,
+        "reserved": worst.reserved_bytes,
+        "device": worst.device_bytes,
+    }
 
 
 def _model_of(row: Row) -> object:

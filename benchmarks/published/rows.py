@@ -102,6 +102,11 @@ class Row:
         return "allocated" if "alloc" in told else "reserved"
 
     @property
+    def memory_is_of_first_host(self) -> bool:
+        """Whether that was read on the job's first host alone."""
+        return "first host" in str(self.measured["mem_metric"])
+
+    @property
     def is_fragmentation(self) -> bool:
         """Ran out of memory although three quarters of it or less had been handed out."""
         peak = self.measured["peak_mem_gb"]

@@ -501,14 +501,16 @@ def _software(row: Row, expert: int, assumed: list[str]) -> str:
         stack = "fsdp2-compile"
     variants = {
         "overlapped-tensor": config["async_tp"] is True,
-        "half-gradients": _reduces_half(stack, str(config["precision"]), framework),
+        "half-gradients": _reduces_half(stack, row),
         _graphs(config["cuda_graphs"], row.notes): True,
         "once-per-host": _dispatches_once(row, expert, assumed),
         "overlapped-experts": _overlaps_experts(row),
         "deepspeed": framework.startswith("Megatron-DeepSpeed") and "2021" not in row.software,
         "deepspeed-2021": framework.startswith("Megatron-DeepSpeed") and "2021" in row.software,
         "pure-16-bit": framework.startswith("litgpt +"),
-        "deepspeed-bf16": framework.startswith("Megatron-DeepSpeed") and "bf16" in str(config["precision"]),
+        "deepspeed-bf16": framework.startswith("Megatron-DeepSpeed")
+        and "bf16" in str(config["precision"])
+        and not _adds_up_in_bf16(row),
         "flat-optimizer": framework.startswith("InternEvo"),
         "half-moments": framework.startswith("Megatron-Bridge") and str(row.model["attn_type"]).startswith("MLA"),
         "torchtitan": framework.startswith("torchtitan"),
@@ -561,11 +563,17 @@ def _is_since_2025(row: Row) -> bool:
     return re.search(r"torch (2025|2026|2\.[6-9]|2\.1\d)", row.software) is not None
 
 
-def _reduces_half(stack: str, precision: str, framework: str) -> bool:
-    """Whether gradients are reduced in 16 bits where the stack usually does so in 32: Megatron of 2021 in fp16,
-    Composer's PURE mixed precision, InternEvo, and the FSDP examples of IBM."""
-    of_precision = (stack == "megatron-2021" and "fp16" in precision) or "PURE" in precision
+def _reduces_half(stack: str, row: Row) -> bool:
+    """Whether gradients are reduced in 16 bits where the stack usually does so in 32: Megatron of 2021 in fp16 (or in
+    bf16, while it did not know better), Composer's PURE mixed precision, InternEvo, and the FSDP examples of IBM."""
+    precision, framework = str(row.config["precision"]), str(row.config["framework"])
+    of_precision = (stack == "megatron-2021" and ("fp16" in precision or _adds_up_in_bf16(row))) or "PURE" in precision
     return of_precision or framework.startswith(("InternEvo", "PyTorch FSDP1"))
+
+
+def _adds_up_in_bf16(row: Row) -> bool:
+    """Whether a row says of itself that its bf16 gradients were not yet added up in fp32."""
+    return "bf16" in str(row.config["precision"]) and "before the fp32-grad-accumulation optimizer" in row.notes
 
 
 def _graphs(told: object, notes: str) -> str:
