@@ -15,15 +15,15 @@ from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import REFERENCE, TrainingSpec
 from support.synthetic import cluster, layer_class, profile
 
-ELEMENTS, SAVED, LAYERS = 10_000_000, 1e6, 4
+ELEMENTS, SAVED, CROSSING, LAYERS = 10_000_000, 1e6, 1e6, 4
 
-MODEL = profile([layer_class("block", 1e12, ELEMENTS, saved=SAVED, inputs=1e6, heads=8)], [0] * LAYERS)
+MODEL = profile([layer_class("block", 1e12, ELEMENTS, saved=SAVED, inputs=CROSSING, heads=8)], [0] * LAYERS)
 
 
 def _estimate(stack: str, shape: Shape) -> Estimate:
     training = TrainingSpec(global_batch=shape.num_microbatches * shape.data, seq_len=64, software=stack)
-    options = [[LayerOption(reshard=shape.reshard)] * LAYERS]
-    plan = make_plan(MODEL, cluster(per_host=shape.data), training, shape, options)
+    options = [[LayerOption(reshard=shape.reshard)] * (LAYERS // shape.pipeline)] * shape.pipeline
+    plan = make_plan(MODEL, cluster(per_host=shape.data * shape.pipeline), training, shape, options)
     return estimate(plan, MODEL)
 
 
@@ -95,6 +95,15 @@ def test_a_stack_says_what_lies_outside_of_the_allocator() -> None:
 
     assert load_software("megatron-2021+deepspeed").on(device).context > device.context
     assert load_software("megatron-2021").on(device).fragmentation == 0.018
+
+
+def test_a_stage_of_megatrons_frees_what_it_has_sent() -> None:
+    """In a pipeline of two the first stage has two micro-batches in flight when the first gradient arrives."""
+    shape = Shape(1, 1, 1, 2, micro_batch=1, num_microbatches=8, schedule="1f1b")
+    frees, keeps = (_estimate(f"megatron-2021{variant}", shape).memory for variant in ("", "+flat-optimizer"))
+    first, last = (keeps[stage].items["activations"] - frees[stage].items["activations"] for stage in (0, 1))
+
+    assert (first, last) == (pytest.approx((2 + 1) * CROSSING), 0.0)
 
 
 def test_the_reference_holds_what_the_profile_says() -> None:

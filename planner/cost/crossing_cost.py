@@ -29,8 +29,9 @@ benchmarks/published/fitted/fit.md."""
 
 @dataclass(frozen=True)
 class Cut:
-    """What crosses one place of the chain for one micro-batch: seconds until the next stage has it, bytes, and seconds
-    of the host's call of a stage that its work does not hide."""
+    """What crosses one place of the chain for one micro-batch: seconds until the next stage has it, bytes that the
+    stage before holds of it until its backward, and seconds of the host's call of a stage that its work does not
+    hide."""
 
     seconds: float
     bytes: float
@@ -94,11 +95,13 @@ class Crossings:
     @memo_by(lambda _, shape: (work_of(shape), shape.pipeline, shape.virtual_stages, shape.stride("pipeline")))
     def cuts(self, shape: Shape) -> list[Cut]:
         """What crosses at every place of the chain, forward (the backward returns the same): before the first layer,
-        between layers, after the last."""
+        between layers, after the last. Megatron's schedules set an output to a scalar once it is sent, for only its
+        node of autograd is used again (megatron/core/pipeline_parallel/schedules.py, deallocate_output_tensor)."""
         links = self._model.axis_links(shape, "pipeline")
         sizes, call_s = self._bytes(shape), self._call_s(shape)
-        cuts = {size: Cut(collective_s("p2p", size, links), size, call_s) if size else NOTHING for size in set(sizes)}
-        return [cuts[size] for size in sizes]
+        share = 0.0 if self._model.software.memory.frees_sent else 1.0
+        cuts = {size: Cut(collective_s("p2p", size, links), share * size, call_s) for size in set(sizes)}
+        return [cuts[size] if size else NOTHING for size in sizes]
 
     @memo_by(lambda _, shape: (work_of(shape), shape.pipeline, shape.virtual_stages))
     def _call_s(self, shape: Shape) -> float:

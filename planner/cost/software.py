@@ -45,6 +45,10 @@ class StackMemory(Frozen):
         le=100,
         description="bytes beside an optimizer's state for each element that it has: its own copies",
     )
+    frees_sent: bool = Field(
+        default=False,
+        description="a pipeline stage frees what it has sent to the next one, and keeps no output until its backward",
+    )
     gathers_again: bool = Field(
         default=False, description="sequence parallelism keeps slices of what matmuls read, and gathers them once more"
     )
@@ -260,10 +264,10 @@ def all_software() -> dict[str, Software]:
 
 
 MEMORY_VARIANTS: dict[str, dict[str, float]] = {
-    "deepspeed": {"optimizer_copies": 4.0, "context": 5.1 * 2**30},
-    "deepspeed-2021": {"optimizer_copies": 4.0, "gradient_copies": 4.0},
+    "deepspeed": {"optimizer_copies": 4.0, "context": 5.1 * 2**30, "frees_sent": False},
+    "deepspeed-2021": {"optimizer_copies": 4.0, "gradient_copies": 4.0, "frees_sent": False},
     "deepspeed-bf16": {"gradient_copies": 2.0},
-    "flat-optimizer": {"optimizer_copies": 8.0, "context": 4.8 * 2**30},
+    "flat-optimizer": {"optimizer_copies": 8.0, "context": 4.8 * 2**30, "frees_sent": False},
     "half-moments": {"moments": 0.5},
     "torchtitan": {"selective": 0.68, "logit_bytes": 14.0, "gathers_again": True},
     "compiled-loss": {"logit_bytes": 6.0},
@@ -276,8 +280,9 @@ all gradients of a rank; its bf16 optimizer keeps gradients in bf16 and adds the
 InternEvo's, copies gradients to fp32 and makes one more copy in the step. Half moments are Adam's in bf16, as recipes
 of DeepSeek's architecture have them. torchtitan's selective checkpointing keeps every other matmul's result and no
 gathered input, and its loss is computed on logits that stay cut: in bf16 and fp32, with the gradients of both, or,
-compiled (since 2025), in one pass over them. Pure 16-bit is Lightning's "bf16-true": weights, gradients and moments
-in the compute dtype. Context, selective and what is not whole: fits, benchmarks/published/fitted/memory.md."""
+compiled (since 2025), in one pass over them. DeepSpeed's and InternEvo's pipelines keep outputs until their backward,
+as torch's do. Pure 16-bit is Lightning's "bf16-true": weights, gradients and moments in the compute dtype. Context,
+selective and what is not whole: fits, benchmarks/published/fitted/memory.md."""
 
 VARIANTS: dict[str, dict[str, object]] = {
     "overlapped-tensor": {"tensor_overlap": 0.6},
