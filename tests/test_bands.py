@@ -143,7 +143,14 @@ def test_step_time_is_shown_with_its_band() -> None:
 def test_memory_of_the_fullest_gpu_is_shown_with_its_band() -> None:
     console = Console(record=True, width=120, file=io.StringIO())
     stages = [
-        StageMemory(items={}, allocated_bytes=0, reserved_bytes=0, device_bytes=gib * GIB, budget_bytes=80 * GIB)
+        StageMemory(
+            items={},
+            allocated_bytes=0,
+            reserved_bytes=0,
+            max_reserved_bytes=0,
+            device_bytes=gib * GIB,
+            budget_bytes=80 * GIB,
+        )
         for gib in (40, 20)
     ]
     print_memory(console, stages, 0.05, Band(0.95, 1.1, 20))

@@ -146,7 +146,8 @@ def test_memory_is_compared_by_the_metric_that_was_measured(told: str, metric: s
 
 def test_a_row_read_on_the_first_host_is_compared_with_its_stages() -> None:
     stages = [
-        StageMemory(items={}, allocated_bytes=b, reserved_bytes=b, device_bytes=b, budget_bytes=9) for b in (3, 2, 1, 4)
+        StageMemory(items={}, allocated_bytes=b, reserved_bytes=b, max_reserved_bytes=b, device_bytes=b, budget_bytes=9)
+        for b in (3, 2, 1, 4)
     ]
     found, on_hosts = (
         Estimate.model_construct(memory=tuple(stages)),
@@ -533,6 +534,11 @@ BEFORE_ZERO_2 = {"config__framework": "Megatron-DeepSpeed", "cluster__gpu": "V10
         (
             BEFORE_ZERO_2 | {"notes": "bf16 here is before the fp32-grad-accumulation optimizer."},
             "megatron-2021+half-gradients+deepspeed-2021",
+            "bf16",
+        ),
+        (
+            {"config__framework": "torchtitan (FSDP2)", "software": "torch 2024-03"},
+            "fsdp2-eager+torchtitan+fixed-segments",
             "bf16",
         ),
         ({"config__framework": "litgpt + eager"}, "fsdp2-eager+pure-16-bit", "bf16"),

@@ -7,13 +7,13 @@ import pytest
 from benchmarks.published.fit_memory import SHARES, tried
 from meshwright.planner.answers.search import search
 from meshwright.planner.cost import software
-from meshwright.planner.cost.estimate import Estimate, estimate
+from meshwright.planner.cost.estimate import Estimate, StageMemory, estimate
 from meshwright.planner.cost.memory_cost import state_bytes
 from meshwright.planner.cost.software import load_software
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import REFERENCE, TrainingSpec
-from support.synthetic import cluster, layer_class, profile
+from support.synthetic import cluster, device, layer_class, profile
 
 ELEMENTS, SAVED, CROSSING, LAYERS = 10_000_000, 1e6, 1e6, 4
 
@@ -91,10 +91,10 @@ def test_weights_in_16_bit_alone_need_eight_bytes_each() -> None:
 
 
 def test_a_stack_says_what_lies_outside_of_the_allocator() -> None:
-    device = cluster(per_host=2).device
+    plain = cluster(per_host=2).device
 
-    assert load_software("megatron-2021+deepspeed").on(device).context > device.context
-    assert load_software("megatron-2021").on(device).fragmentation == 0.018
+    assert load_software("megatron-2021+deepspeed").on(plain).context > plain.context
+    assert load_software("megatron-2021").on(plain).fragmentation == 0.018
 
 
 def test_a_stage_of_megatrons_frees_what_it_has_sent() -> None:
@@ -104,6 +104,43 @@ def test_a_stage_of_megatrons_frees_what_it_has_sent() -> None:
     first, last = (keeps[stage].items["activations"] - frees[stage].items["activations"] for stage in (0, 1))
 
     assert (first, last) == (pytest.approx((2 + 1) * CROSSING), 0.0)
+
+
+def _at_ease(stack: str) -> StageMemory:
+    shape = replace(_shape(2, 1), reshard=True, gradient_sync="every")
+    return _estimate(stack, shape).memory[0]
+
+
+def test_an_allocator_at_ease_holds_gradients_beside_all_that_went_before() -> None:
+    """In the middle of the backward some layers' gradients are still to come, to a stream of their own."""
+    found = _at_ease(REFERENCE)
+    later = LAYERS * ELEMENTS * 4 / 2 - found.items["gradients"]
+
+    assert later > 0
+    assert found.max_reserved_bytes == pytest.approx(found.reserved_bytes + later, rel=1e-6)
+
+
+def test_segments_that_do_not_grow_are_spoilt_for_the_largest_transient() -> None:
+    grows, fixed = (_at_ease(stack) for stack in (REFERENCE, f"{REFERENCE}+fixed-segments"))
+
+    assert fixed.max_reserved_bytes == pytest.approx(grows.max_reserved_bytes + grows.items["transient"], rel=1e-6)
+
+
+def test_a_device_without_room_makes_its_allocator_give_back() -> None:
+    training = TrainingSpec(global_batch=2, seq_len=64, software=f"{REFERENCE}+fixed-segments", memory_margin=0.0)
+    shape = replace(_shape(2, 1), reshard=True, gradient_sync="every")
+    options = [[LayerOption(reshard=True)] * LAYERS]
+
+    def held(memory: float) -> StageMemory:
+        small = cluster(per_host=2, on=device(memory))
+        return estimate(make_plan(MODEL, small, training, shape, options), MODEL).memory[0]
+
+    at_ease = held(1e12)
+    outside = at_ease.device_bytes - at_ease.reserved_bytes
+    between = (at_ease.reserved_bytes + at_ease.max_reserved_bytes) / 2
+
+    assert held(between + outside).max_reserved_bytes == pytest.approx(between)
+    assert held(at_ease.reserved_bytes / 2).max_reserved_bytes == at_ease.reserved_bytes
 
 
 def test_the_reference_holds_what_the_profile_says() -> None:

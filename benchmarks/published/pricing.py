@@ -127,15 +127,17 @@ def price_all(rows: Sequence[Row], processes: int | None = None) -> list[Priced]
 
 
 def memory_by_metric(found: Estimate, row: Row) -> dict[str, float]:
-    """Predicted bytes by metric on the rank that holds most, of those that the row looks at."""
+    """Predicted bytes by metric on the rank that holds most, of those that the row looks at. Allocators are taken to
+    have had memory to spare."""
     stages = found.memory
     if row.memory_is_of_first_host:
         stages = stages[: math.ceil(len(stages) * row.cluster["gpus_per_node"] / row.cluster["n_gpus"])]
     worst = max(stages, key=lambda stage: stage.device_bytes)
+    outside = worst.device_bytes - worst.reserved_bytes
     return {
         "allocated": worst.allocated_bytes,
-        "reserved": worst.reserved_bytes,
-        "device": worst.device_bytes,
+        "reserved": worst.max_reserved_bytes,
+        "device": worst.max_reserved_bytes + outside,
     }
 
 

@@ -520,6 +520,7 @@ def _software(row: Row, expert: int, assumed: list[str]) -> str:
         "token-drop": expert > 1 and any(word in row.notes for word in ("tokendrop", "token dropping")),
         "te-kernels": stack == "fsdp2-eager" and "kernels: TE" in row.notes,
         "compiled-loss": framework.startswith("torchtitan") and config["compile"] is True and _is_since_2025(row),
+        "fixed-segments": framework.startswith("torchtitan") and row.software == "torch 2024-03",
     }
     return "+".join([stack, *(name for name, on in variants.items() if on and name)])
 

@@ -37,7 +37,10 @@ class StageMemory(Frozen):
 
     items: dict[str, float]
     allocated_bytes: float = Field(description="what the allocator has handed out at the peak")
-    reserved_bytes: float = Field(description="what it holds, fragmentation included")
+    reserved_bytes: float = Field(description="what it has to hold, fragmentation included")
+    max_reserved_bytes: float = Field(
+        description="what it holds where memory is to spare: torch.cuda.max_memory_reserved"
+    )
     device_bytes: float = Field(description="with context and communicators: what nvidia-smi shows")
     budget_bytes: float
     device: str = Field(default="", description="name of the rank's device, where devices are unequal")
@@ -291,10 +294,21 @@ def _memory(cost: StageCost, shape: Shape, model: CostModel, is_mixed: bool) -> 
         items=items,
         allocated_bytes=allocated,
         reserved_bytes=reserved,
+        max_reserved_bytes=max(reserved, min(_at_ease_bytes(cost, model), device.memory - outside)),
         device_bytes=reserved + outside,
         budget_bytes=budget_bytes(device, model.training),
         device=device.name if is_mixed else "",
     )
+
+
+def _at_ease_bytes(cost: StageCost, model: CostModel) -> float:
+    """Bytes that torch's allocator ends up with where nothing makes it give blocks back. It keeps blocks by stream
+    (PyTorch's notes on CUDA semantics), and fully_shard reduces gradients on a stream of its own: they lie beside all
+    that the compute stream has held, though most of it is gone by then. Where segments do not grow, what stays from one
+    step to the next splits the blocks of the largest transient, which is reserved once more (gpt under FSDP:
+    benchmarks/one_gpu/results/memory.md)."""
+    again = cost.items["transient"] if model.software.memory.fixed_segments else 0.0
+    return (cost.allocated_bytes + cost.reduced_later + again) * (1.0 + model.device.fragmentation)
 
 
 _ROUNDING = 1e-9

@@ -49,6 +49,10 @@ class StackMemory(Frozen):
         default=False,
         description="a pipeline stage frees what it has sent to the next one, and keeps no output until its backward",
     )
+    fixed_segments: bool = Field(
+        default=False,
+        description="the allocator's segments do not grow: the blocks of the largest transient are split between steps",
+    )
     gathers_again: bool = Field(
         default=False, description="sequence parallelism keeps slices of what matmuls read, and gathers them once more"
     )
@@ -270,7 +274,8 @@ MEMORY_VARIANTS: dict[str, dict[str, float]] = {
     "flat-optimizer": {"optimizer_copies": 8.0, "context": 4.8 * 2**30, "frees_sent": False},
     "half-moments": {"moments": 0.5},
     "torchtitan": {"selective": 0.68, "logit_bytes": 14.0, "gathers_again": True},
-    "compiled-loss": {"logit_bytes": 6.0},
+    "compiled-loss": {"logit_bytes": 4.0},
+    "fixed-segments": {"fixed_segments": True, "fragmentation": 0.0},
     "pure-16-bit": {"pure": True},
 }
 """What variants change of a stack's memory. Which copies a program holds is inferred from what its published runs
@@ -280,9 +285,11 @@ all gradients of a rank; its bf16 optimizer keeps gradients in bf16 and adds the
 InternEvo's, copies gradients to fp32 and makes one more copy in the step. Half moments are Adam's in bf16, as recipes
 of DeepSeek's architecture have them. torchtitan's selective checkpointing keeps every other matmul's result and no
 gathered input, and its loss is computed on logits that stay cut: in bf16 and fp32, with the gradients of both, or,
-compiled (since 2025), in one pass over them. DeepSpeed's and InternEvo's pipelines keep outputs until their backward,
-as torch's do. Pure 16-bit is Lightning's "bf16-true": weights, gradients and moments in the compute dtype. Context,
-selective and what is not whole: fits, benchmarks/published/fitted/memory.md."""
+compiled (since 2025), in bf16 alone, which is what torch's partitioner saves of them, and their gradient. Its script
+did not ask for `expandable_segments:True` at first (run_llama_train.sh), nor would a share of everything stand for what
+fixed segments add. DeepSpeed's and InternEvo's pipelines keep outputs until their backward, as torch's do. Pure 16-bit
+is Lightning's "bf16-true": weights, gradients and moments in the compute dtype. Context, selective and what is not
+whole: fits, benchmarks/published/fitted/memory.md."""
 
 VARIANTS: dict[str, dict[str, object]] = {
     "overlapped-tensor": {"tensor_overlap": 0.6},

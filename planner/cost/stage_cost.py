@@ -16,7 +16,8 @@ from .priced_layer import LayerCost
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage on one rank: seconds per micro-batch and per step, and its peak of memory by item."""
+    """One stage on one rank: seconds per micro-batch and per step, and its peak of memory by item. reduced_later:
+    bytes of gradients that fully_shard's ranks have reduced by the end of a step, and not yet at that peak."""
 
     forward_s: float
     backward_s: float
@@ -24,6 +25,7 @@ class StageCost:
     once_s: float
     optimizer_s: float
     items: dict[str, float]
+    reduced_later: float = 0.0
 
     @property
     def microbatch_s(self) -> float:
@@ -84,6 +86,7 @@ def combine(
     }
     end_bytes = trainable * state.sharded_gradients + max(root, trainable * state.optimizer_temporaries)
     items["transient"] += max(0.0, end_bytes - found.total)
+    later_bytes = trainable * state.sharded_gradients - found.gradients
     return StageCost(
         forward_s=forward_s + receives.waited_s,
         backward_s=backward_s + sends.waited_s,
@@ -91,6 +94,7 @@ def combine(
         once_s=once_s + update_s,
         optimizer_s=update_s,
         items=items,
+        reduced_later=max(0.0, later_bytes) if shape.sharded_over > 1 else 0.0,
     )
 
 
@@ -184,6 +188,7 @@ def on_one_rank(stages: Sequence[StageCost]) -> StageCost:
         once_s=sum(stage.once_s for stage in stages),
         optimizer_s=sum(stage.optimizer_s for stage in stages),
         items=items,
+        reduced_later=sum(stage.reduced_later for stage in stages),
     )
 
 
