@@ -94,7 +94,7 @@ def test_a_stack_says_what_lies_outside_of_the_allocator() -> None:
     plain = cluster(per_host=2).device
 
     assert load_software("megatron-2021+deepspeed").on(plain).context > plain.context
-    assert load_software("megatron-2021").on(plain).fragmentation == 0.018
+    assert load_software("megatron-2021").on(plain).fragmentation == 0.033
 
 
 def test_a_stage_of_megatrons_frees_what_it_has_sent() -> None:
