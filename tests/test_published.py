@@ -134,7 +134,6 @@ def test_step_time_is_published_or_follows_from_tokens_and_the_global_batch() ->
     [
         ("nvidia-smi GB on the first/last stage", "device"),
         ("GiB*1.0737; torch max_memory_reserved, max over ranks", "reserved"),
-        ("nvidia-smi GB of the first host (inferred)", "device"),
         ("torch max_memory_allocated, max over ranks (GiB converted to GB); reserved 70.88 GiB", "allocated"),
         ("max allocated GB (as reported)", "allocated"),
         ('paper "Memory (GB)", max over GPUs (definition not stated)', "reserved"),
@@ -154,8 +153,20 @@ def test_a_row_read_on_the_first_host_is_compared_with_its_stages() -> None:
         {"cluster__n_gpus": 8, "cluster__gpus_per_node": 4},
     )
 
+    read = {"source": "bigscience-workshop/bigscience@9e64edec2a:experiments/tr3m-1B3.md", "measured__mem_metric": "nvidia-smi GB"}
     assert memory_by_metric(found, row(**on_hosts))["device"] == 4
-    assert memory_by_metric(found, row(**on_hosts, measured__mem_metric="nvidia-smi of the first host"))["device"] == 3
+    assert memory_by_metric(found, row(**on_hosts, **read))["device"] == 3
+
+
+def test_memory_is_read_as_what_its_source_wrote() -> None:
+    zero_bubble = {"source": "Zero Bubble PP Table 6"}
+    undefined = {"measured__mem_metric": 'paper "Memory (GB)", max over GPUs (definition not stated)'}
+    table = {"source": "pytorch/torchtitan mxfp8.md", "notes": "memory column in GB as published"}
+
+    assert row(**undefined).memory_metric == "reserved"
+    assert row(**undefined, **zero_bubble).memory_metric == "allocated"
+    assert row(measured__peak_mem_gb=2).memory_bytes == 2e9
+    assert row(measured__peak_mem_gb=2, **table).memory_bytes == 2 * 2**30
 
 
 @pytest.mark.parametrize(

@@ -88,23 +88,29 @@ class Row:
 
     @property
     def memory_bytes(self) -> float | None:
-        """Measured peak of one GPU; a published GB is 1e9 bytes (see the data's README)."""
+        """Measured peak of one GPU; a published GB is 1e9 bytes (see the data's README), but in torchtitan's table of
+        B200 runs: what makes it (pytorch/ao, benchmarks/float8/training/parse_torchtitan_logs.py) prints the GiB of the
+        log."""
         peak = self.measured["peak_mem_gb"]
-        return None if peak is None else 1e9 * float(peak)
+        is_gib = "torchtitan" in self.source and "memory column in GB as published" in self.notes
+        return None if peak is None else (2**30 if is_gib else 1e9) * float(peak)
 
     @property
     def memory_metric(self) -> Metric:
         """What was measured: bytes handed out, held by the allocator, or seen by the driver. Undefined ones are taken
-        as what frameworks log, the allocator's own."""
+        as what frameworks log, the allocator's own; those of Zero Bubble's paper are what its code logs, torch's
+        max_memory_allocated in units of 10^6 bytes (megatron/core/pipeline_parallel/zerobubble/runtime.py)."""
         told = str(self.measured["mem_metric"]).lower().split("; reserved")[0]
         if "smi" in told:
             return "device"
-        return "allocated" if "alloc" in told else "reserved"
+        is_zero_bubble = self.source.startswith("Zero Bubble P") and "not stated" in told
+        return "allocated" if "alloc" in told or is_zero_bubble else "reserved"
 
     @property
     def memory_is_of_first_host(self) -> bool:
-        """Whether that was read on the job's first host alone."""
-        return "first host" in str(self.measured["mem_metric"])
+        """Whether that was read on the job's first host alone. So it is inferred of bigscience's pipelines on V100: the
+        layout that is said to take 13 GB where there are 32 ran out of 16 on the other host, which has the loss."""
+        return "experiments/tr3m" in self.source and self.memory_metric == "device"
 
     @property
     def is_fragmentation(self) -> bool:
