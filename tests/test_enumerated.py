@@ -1,22 +1,27 @@
 """All cuts and options of short chains: the best of them is found, and what no plan is said to beat none does."""
 
 import math
+import random
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from benchmarks.planning_time.brute_force import every_plan
-from benchmarks.planning_time.instances import chunked_instance
+from benchmarks.planning_time.instances import chunked_instance, random_layers
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import shape_of
+from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.schedules import ZERO_BUBBLE, Schedule
 from meshwright.planner.plan.shape import Shape
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.chunked import Known
 from meshwright.planner.solve.enumerated import Enumerated, unbeaten
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.polish import all_cuts, best_of_all
+from meshwright.profiler import load_device
+from meshwright.profiler.machine.cluster import cluster_of
 from support import slow
 
 SHORT = 5
@@ -88,6 +93,18 @@ def test_of_rows_those_remain_that_no_other_beats() -> None:
     table = np.array([[1.0, 2.0], [2.0, 1.0], [2.0, 2.0], [1.0, 2.0], [0.5, 9.0]])
 
     assert unbeaten(table).tolist() == [True, True, False, False, True]
+
+
+@pytest.mark.parametrize("seed", [7, 11])
+def test_uneven_layers_get_the_best_of_all_cuts_before_anything_is_proven(seed: int) -> None:
+    chain, card = random_layers(random.Random(seed), 12), load_device("h100-80gb")
+    cluster = cluster_of(card.model_copy(update={"memory": card.memory / 4}), 2)
+    explorer = Explorer(chain, cluster, TrainingSpec(global_batch=8, seq_len=chain.seq_len, memory_margin=0.0))
+
+    found = explorer.explore(Pins(schedule="zb-v", pipeline=2, micro_batch=2), math.inf, near=0, cutoff_s=1e3).best
+
+    assert found is not None
+    assert found.seconds == pytest.approx(best_of_all(found.prices, math.inf, math.inf)[1])
 
 
 def test_without_time_nothing_is_said() -> None:

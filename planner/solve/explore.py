@@ -28,7 +28,7 @@ from .chunked import best_chunking
 from .columns import ROUNDING, StagePrices
 from .ilp import solve_master
 from .nodes import Node, ShapeNode, ShapesNode, Solved, SplitNode, expired
-from .polish import MOST_CUTS, best_of_all, evened, num_cuts, polished
+from .polish import MANY_CUTS, MOST_CUTS, best_of_all, best_of_likely, evened, num_cuts, polished
 from .scan import Assignment, scan, simulated_s
 from .solver import OutOfTimeError
 from .space import Family, Space, Split
@@ -218,6 +218,8 @@ class Explorer:
             if is_chunked(shape.schedule):
                 tried = self._cuts_of(prices, family) + ([] if near is None else [near])
                 chunked = best_chunking(prices, tried, cutoff_s)
+                if num_cuts(prices) <= MANY_CUTS:
+                    chunked = best_of_likely(prices, cutoff_s if chunked is None else chunked.seconds) or chunked
                 return None if chunked is None else Solved(shape, prices, chunked, chunked.seconds)
             best = None
             for found in self._unchunked(prices, near, cutoff_s):
