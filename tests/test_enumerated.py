@@ -19,7 +19,7 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.chunked import Known
 from meshwright.planner.solve.enumerated import Enumerated, unbeaten
 from meshwright.planner.solve.explore import Explorer
-from meshwright.planner.solve.polish import all_cuts, best_of_all
+from meshwright.planner.solve.polish import all_cuts, best_of_all, least_of_cuts_s
 from meshwright.profiler import load_device
 from meshwright.profiler.machine.cluster import cluster_of
 from support import slow
@@ -87,6 +87,7 @@ def test_the_best_options_of_given_cuts_are_those_of_all_plans(schedule: Schedul
         assert nearest > 0.9 or math.isinf(min(whole))
         best, best_s = best_of_all(prices, math.inf, math.inf)
         assert best_s == pytest.approx(min(whole), rel=1e-9)
+        assert least_of_cuts_s(prices, 0.0, 1e3) <= min(whole) * (1 + 1e-9)
 
 
 def test_of_rows_those_remain_that_no_other_beats() -> None:
@@ -105,6 +106,7 @@ def test_uneven_layers_get_the_best_of_all_cuts_before_anything_is_proven(seed: 
 
     assert found is not None
     assert found.seconds == pytest.approx(best_of_all(found.prices, math.inf, math.inf)[1])
+    assert 0.95 * found.seconds < least_of_cuts_s(found.prices, 0.0, 1e3) <= found.seconds * (1 + 1e-9)
 
 
 def test_without_time_nothing_is_said() -> None:

@@ -473,7 +473,9 @@ class _Search:
         out = self._out
         out.num_solved += not node.asked
         node.asked = True
-        if not is_chunked(node.shape.schedule):
+        if is_chunked(node.shape.schedule):
+            node.look_at_cuts(cutoff)
+        else:
             node.bound = max(node.bound, node.by_ranks_s(cutoff))
         found = node.solve(cutoff, self._deadline_s) if node.bound < cutoff else None
         is_late = expired(self._deadline_s)  # it may have been left half solved

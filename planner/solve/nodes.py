@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from ..plan.document import Recompute
 from ..plan.shape import NO_EXTRAS, Offered, Shape
 from .bounds import Bounds, recompute_of
-from .columns import StagePrices
-from .polish import FEW_CUTS, num_cuts
+from .columns import ROUNDING, StagePrices
+from .polish import FEW_CUTS, MANY_CUTS, least_of_cuts_s, num_cuts
 from .scan import Assignment, least_by_ranks
 from .space import Family, Leaf, Space, Split
 from .unequal import UnequalPrices
@@ -216,9 +216,10 @@ class ShapeNode:
     """One shape: the leaf of the tree.
 
     Its bound holds for all of its plans, so what is found may be slower: then the bound stands, and the difference is a
-    gap of the proof. by_kind: whether the bound knows all options, but not yet in which order kinds of layers come;
-    raised: whether it knows all cuts and options as well as it can. asked: whether its best plan has been looked for,
-    found or not; settled: whether more cuts have been looked at after that. known, slower: as of `ShapesNode`.
+    gap of the proof. by_cuts: whether the bound knows each of its cuts, if those are not too many; by_kind: whether it
+    knows all options, but not yet in which order kinds of layers come; raised: whether it knows all cuts and options as
+    well as it can. asked: whether its best plan has been looked for, found or not; settled: whether more cuts have been
+    looked at after that. known, slower: as of `ShapesNode`.
     """
 
     bound: float
@@ -227,6 +228,7 @@ class ShapeNode:
     family: Family
     space: Space
     search: Solver
+    by_cuts: bool = False
     by_kind: bool = False
     raised: bool = False
     asked: bool = False
@@ -250,6 +252,7 @@ class ShapeNode:
     def children(self, cutoff_s: float, enough_s: float) -> "Iterator[ShapeNode]":
         """Itself with a bound that knows all options, then all cuts; none if that reaches the cut-off."""
         self.learn()
+        self.look_at_cuts(cutoff_s)
         least_s, bounds = self.bound, self.search.bounds
         has_program = self.shape.pipeline > 1 and not self.has_few_cuts
         in_order = self.by_kind or not (has_program and bounds.kinds_take_turns)
@@ -291,6 +294,12 @@ class ShapeNode:
         least_s, cuts = least_by_ranks(self.prices, cutoff_s)
         self.cuts = self.cuts if cuts is None else cuts
         return least_s
+
+    def look_at_cuts(self, cutoff_s: float) -> None:
+        """Raise the bound of a pipeline by a look at each of its cuts, once, where they are not too many."""
+        if not self.by_cuts and self.shape.pipeline > 1 and num_cuts(self.prices) <= MANY_CUTS:
+            self.bound = max(self.bound, least_of_cuts_s(self.prices, self.bound, cutoff_s) * (1 - ROUNDING))
+        self.by_cuts = True
 
     def solve(self, cutoff_s: float, deadline_s: float) -> Solved | None:
         """The best of its plans that was found, if it is faster than `cutoff_s`."""

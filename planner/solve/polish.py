@@ -6,9 +6,9 @@ between stages, each time as the step, played out with what memory makes each ra
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from itertools import chain, combinations
+from itertools import chain, combinations, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,15 +82,34 @@ def best_of_likely(prices: Prices, below_s: float) -> Assignment | None:
     """The fastest plan of a pipeline below so many seconds with some of the cuts whose step would be the shortest if
     every layer took its least times; None if none of them is."""
     known, found = Known(prices), None
-    every = all_cuts(len(prices.chain.places) - 2, prices.shape.pipeline * prices.shape.virtual_stages)
-    each_s = _least_s(prices, every)
-    for which in np.argsort(each_s)[:LIKELY].tolist():
-        if each_s[which] >= below_s * (1 - ROUNDING):
+    for cuts, least_s in islice(_shortest_first(prices), LIKELY):
+        if least_s >= below_s * (1 - ROUNDING):
             break
-        better = known.fastest(every[which], below_s)
+        better = known.fastest(cuts, below_s)
         if better is not None:
             found, below_s = better, better.seconds
     return found
+
+
+def least_of_cuts_s(prices: Prices, known_s: float, enough_s: float) -> float:
+    """Seconds that no plan of a pipeline beats, whatever its cuts, where that is more than `known_s`; no more than
+    `enough_s` is looked for. What memory asks for is looked at for those whose step would be the shortest without."""
+    known, least_s = Known(prices), enough_s
+    for number, (cuts, cut_s) in enumerate(_shortest_first(prices)):
+        if cut_s >= least_s or least_s <= known_s:
+            break
+        if number == LIKELY:
+            return cut_s
+        least_s = min(least_s, max(cut_s, known.least_s(cuts)))
+    return max(least_s, known_s)
+
+
+def _shortest_first(prices: Prices) -> Iterator[tuple[Ints, float]]:
+    """(cuts, seconds of their step if every layer took its least times) of all, the shortest step first."""
+    every = all_cuts(len(prices.chain.places) - 2, prices.shape.pipeline * prices.shape.virtual_stages)
+    each_s = _least_s(prices, every)
+    for which in np.argsort(each_s).tolist():
+        yield every[which], float(each_s[which])
 
 
 @lru_cache(maxsize=16)
