@@ -1,9 +1,11 @@
 """Recompute keeps the bytes that the profile says, repeats what it must, and refuses what it cannot repeat."""
 
+import random
 import weakref
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -424,6 +426,71 @@ def test_running_statistics_are_written_once(mode: Recompute) -> None:
 
     for name, buffer in plain.named_buffers():
         assert torch.equal(dict(repeated.named_buffers())[name], buffer), name
+
+
+_calls = 0
+_counts = {"calls": 0}
+
+
+def twice(number: float) -> float:
+    return 2 * number
+
+
+class Counting(nn.Module):
+    """exp of its parameter times a number that is another one at each call."""
+
+    calls: ClassVar[int] = 0
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.weight, self.kept, self.numbers = nn.Parameter(torch.ones(())), kept, random.Random(0)
+
+    def forward(self) -> torch.Tensor:
+        return (self.weight * getattr(self, self.kept)()).exp()
+
+    def of_class(self) -> int:
+        type(self).calls += 1
+        return self.calls
+
+    def of_file(self) -> int:
+        global _calls
+        _calls += 1
+        return _calls
+
+    def in_dict(self) -> int:
+        _counts["calls"] += 1
+        return _counts["calls"]
+
+    def of_function(self) -> float:
+        twice.calls = getattr(twice, "calls", 0) + 1  # type: ignore[attr-defined]
+        return twice(twice.calls)  # type: ignore[attr-defined]
+
+    def of_python(self) -> float:
+        return random.random()
+
+    def of_numpy(self) -> float:
+        return float(numpy.random.rand())
+
+    def of_its_own(self) -> float:
+        return self.numbers.random()
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize(
+    "kept", ["of_class", "of_file", "in_dict", "of_function", "of_python", "of_numpy", "of_its_own"]
+)
+def test_numbers_that_code_keeps_beside_modules_are_those_of_the_forward(kept: str, mode: Recompute) -> None:
+    module = Counting(kept)
+    recompute(module, mode)
+    outputs = [module() for _ in range(2)]  # two micro-batches are under way at once
+    after = (Counting.calls, _calls, _counts["calls"], module.numbers.getstate())
+
+    (outputs[0] + outputs[1]).backward()
+
+    given = [output.detach() for output in outputs]
+    assert module.weight.grad is not None
+    torch.testing.assert_close(module.weight.grad, sum(y * y.log() for y in given))
+    assert after == (Counting.calls, _calls, _counts["calls"], module.numbers.getstate())
 
 
 class Changing(nn.Module):

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ...planner.plan.document import LayerPlan, Recompute, parts_of
-from ...profiler.model.forward_state import Changeable, Taken, changed, places_of, put_back, taken
+from ...profiler.model.forward_state import Changeable, Taken, changed, places_of, put_back, random_draws, taken
 from ...profiler.model.meters import op_kind
 from ...profiler.model.model_profile import SELECTIVELY_KEPT
 from ..torch_compat import detached, forward_with_hooks, kept_by
@@ -30,8 +30,9 @@ def recompute(module: nn.Module, mode: Recompute = "full", context: ContextParal
     Forwards are replaced, not modules, so parameter names stay; hooks on the module itself (FSDP's gathering, the
     slicing of sequence parallelism) run once, outside of what is repeated. Those that a part has by now are repeated
     with it, so that where slices of the sequence are gathered for a part only its own slice is kept. What the first
-    forward leaves behind (running statistics, attributes, lists that it fills, a dict that it is given) is changed once
-    by each forward: the repetition finds it as the forward did, and leaves no trace. context: where ranks hold parts of
+    forward leaves behind (running statistics, attributes of modules and classes, globals of its file, lists that it
+    fills, a dict that it is given, random numbers of Python's and numpy's) is changed once by each forward: the
+    repetition finds it as the forward did, and leaves no trace. context: where ranks hold parts of
     sequences, for what is known of a part's inputs.
     """
     if mode == "attention":
@@ -75,7 +76,7 @@ def _repeated(module: nn.Module, forward: Callable[..., Any], selective: bool) -
 
     def repeated(*args: Any, **kwargs: Any) -> Any:
         nonlocal places
-        before = taken(places_of(module) if places is None else places)
+        before = taken([*places_of(module), random_draws()] if places is None else places)
         left: Taken = []
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

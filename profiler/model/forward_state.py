@@ -1,21 +1,26 @@
 """What a forward may leave behind in a model: attributes and buffers that it binds anew or writes into, lists that it
-fills, hooks that it puts on modules, generators that it draws from. So that a forward can be undone, or repeated from
-where it started."""
+fills, hooks that it puts on modules, generators that it draws from, and the same of the classes and files of its code.
+So that a forward can be undone, or repeated from where it started."""
 
+import pickle
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from ..semantics.draws import dice, put_dice_back
+from .code_state import Names, ReachedCode
 from .gpu_kernel_emulation import Mode
 from .held_tensors import OF_MODULES, HeldTensors
 
@@ -38,46 +43,83 @@ class Changeable:
 Taken = list[tuple[Changeable, Any]]
 
 
+class Reached:
+    """What a module's forward reaches and may change: dicts, each with names in it that are no part of that, names that
+    its code may bind, what else holds others, and tensors but its parameters, by id."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.dicts: list[tuple[dict[Any, Any], frozenset[str]]] = []
+        self.names: list[Names] = []
+        self.holders: list[Any] = []
+        self.tensors: dict[int, torch.Tensor] = {}
+        held = HeldTensors(self._note, self._hold)
+        self._code = ReachedCode(self.names.append, held.look_into)
+        held.enter(root)
+        self.tensors |= {id(buffer): buffer for buffer in root.buffers()}
+        for parameter in root.parameters():
+            self.tensors.pop(id(parameter), None)
+
+    def _note(self, place: str, tensor: torch.Tensor) -> torch.Tensor:
+        self.tensors.setdefault(id(tensor), tensor)
+        return tensor
+
+    def _hold(self, holder: Any) -> None:
+        match holder:
+            case nn.Module():
+                self._code.enter(type(holder))
+                self.dicts.append((vars(holder), OF_MODULES))
+                self.dicts.extend((hooks, _NONE) for hooks in (holder._forward_pre_hooks, holder._forward_hooks))
+                if holder._buffers:
+                    self.dicts.append((holder._buffers, _NONE))
+            case dict():
+                self.dicts.append((holder, _NONE))
+            case FunctionType():
+                self._code.enter(holder)
+            case list() | deque() | set() | CellType() | torch.Generator() | random.Random():
+                self.holders.append(holder)
+            case _ if type(holder).__module__.startswith("numpy.random"):
+                self.holders.append(holder)
+            case _:
+                self._code.enter(type(holder))
+
+
+def place_of(holder: Any) -> Changeable:
+    """What a list, set, cell of a closure or source of random numbers holds."""
+    match holder:
+        case list() | deque():
+            return _items(holder)
+        case set():
+            return _members(holder)
+        case CellType():
+            return _cell(holder)
+        case torch.Generator():
+            return _draws(holder)
+        case random.Random():
+            return _state(holder.getstate, holder.setstate)
+    bits = getattr(holder, "bit_generator", None) or holder._bit_generator
+    return _state(lambda: bits.state, partial(setattr, bits, "state"))
+
+
 def places_of(root: nn.Module, keep_copies: bool = False) -> list[Changeable]:
     """All that the forward of a module may change, parameters apart. keep_copies: of numbers, so that those that nobody
     has written into are copied once, and not each time that they are taken."""
-    found: list[Changeable] = []
-    tensors: dict[int, torch.Tensor] = {}
-    dicts: list[tuple[dict[Any, Any], frozenset[str]]] = []
-
-    def hold(holder: Any) -> None:
-        match holder:
-            case nn.Module():
-                dicts.append((vars(holder), OF_MODULES))
-                dicts.extend((hooks, _NONE) for hooks in (holder._forward_pre_hooks, holder._forward_hooks))
-                if holder._buffers:
-                    dicts.append((holder._buffers, _NONE))
-            case dict():
-                dicts.append((holder, _NONE))
-            case list() | deque():
-                found.append(_items(holder))
-            case set():
-                found.append(_members(holder))
-            case CellType():
-                found.append(_cell(holder))
-            case torch.Generator():
-                found.append(_draws(holder))
-
-    def note(place: str, tensor: torch.Tensor) -> torch.Tensor:
-        tensors.setdefault(id(tensor), tensor)
-        return tensor
-
-    HeldTensors(note, hold).enter(root)
-    found.append(_entries(dicts))
-    tensors |= {id(buffer): buffer for buffer in root.buffers()}
-    parameters = {id(parameter) for parameter in root.parameters()}
+    reached = Reached(root)
     silent = _running_statistics(root)
-    found += [
-        _numbers(tensor, id(tensor) in silent, keep_copies)
-        for tensor in tensors.values()
-        if id(tensor) not in parameters and not tensor.is_meta and not isinstance(tensor, FakeTensor)
+    return [
+        *map(place_of, reached.holders),
+        _entries(reached.dicts),
+        _bindings(reached.names),
+        *(
+            _numbers(tensor, id(tensor) in silent, keep_copies)
+            for tensor in reached.tensors.values()
+            if not tensor.is_meta and not isinstance(tensor, FakeTensor)
+        ),
     ]
-    return found
+
+
+def random_draws() -> Changeable:
+    """What is drawn from Python's and numpy's own random numbers, by any code."""
+    return _state(dice, put_dice_back)
 
 
 def taken(places: Iterable[Changeable]) -> Taken:
@@ -160,6 +202,24 @@ def _but(apart: frozenset[str], entries: dict[Any, Any]) -> dict[Any, Any]:
     return {name: value for name, value in entries.items() if name not in apart}
 
 
+def _bindings(spaces: list[Names]) -> Changeable:
+    """What names of files and classes are bound to."""
+
+    def differs(values: list[dict[str, Any]]) -> bool:
+        return any(_differ(space.found(), value, _NONE) for space, value in zip(spaces, values, strict=True))
+
+    def put(values: list[dict[str, Any]]) -> None:
+        for space, before in zip(spaces, values, strict=True):
+            now = space.found()
+            for name in now.keys() - before.keys():
+                space.unbind(name)
+            for name, value in before.items():
+                if name not in now or now[name] is not value:
+                    space.bind(name, value)
+
+    return Changeable(lambda: [space.found() for space in spaces], differs, put)
+
+
 def _items(holder: list[Any] | deque[Any]) -> Changeable:
     def differs(value: list[Any]) -> bool:
         return len(value) != len(holder) or any(a is not b for a, b in zip(value, holder, strict=True))
@@ -195,6 +255,11 @@ def _cell(cell: CellType) -> Changeable:
     return Changeable(take, lambda value: take() is not value, put)
 
 
+def _state(take: Callable[[], Any], put: Callable[[Any], None]) -> Changeable:
+    """Of random numbers of Python or numpy."""
+    return Changeable(take, lambda value: pickle.dumps(value) != pickle.dumps(take()), put)
+
+
 def _draws(generator: torch.Generator) -> Changeable:
     """Its state is numbers, also where tensors have none."""
 
@@ -222,7 +287,8 @@ def _numbers(tensor: torch.Tensor, silent: bool, keep_copy: bool) -> Changeable:
     def take() -> tuple[int, torch.Tensor]:
         if known and known[0][0] == version_of(tensor):
             return known[0]
-        found = version_of(tensor), tensor.detach().clone()
+        with unset_fake_temporarily():
+            found = version_of(tensor), tensor.detach().clone()
         known[:] = [found] if keep_copy and tells is not False and not tensor.is_inference() else []
         return found
 
@@ -238,7 +304,8 @@ def _numbers(tensor: torch.Tensor, silent: bool, keep_copy: bool) -> Changeable:
         return not tells
 
     def put(value: tuple[int, torch.Tensor]) -> None:
-        tensor.data.copy_(value[1])
+        with unset_fake_temporarily():
+            tensor.data.copy_(value[1])
         known[:] = [(version_of(tensor), value[1])] if known else []
 
     return Changeable(take, differs, put)

@@ -31,7 +31,8 @@ class HeldTensors:
     the same in every build of a model. In objects, functions and unregistered modules, which others may have, too, only
     tensors without numbers are replaced: those that the constructor has made. What torch or this package has made is
     not entered, nor the lists of weights that recurrent modules renew by themselves. hold: is given whatever may come
-    to hold others: modules, lists, dicts (of objects, too), sets, cells of closures, and generators.
+    to hold others: modules, lists, dicts (of objects and functions, too), sets, cells of closures, functions, and
+    objects, such as generators.
     """
 
     def __init__(self, visit: Visit, hold: Callable[[Any], None] = lambda holder: None) -> None:
@@ -50,6 +51,10 @@ class HeldTensors:
         self._modules |= {id(module): module for module in root.modules()}
         for prefix, module in root.named_modules():
             self._module(module, f"{prefix}." if prefix else "")
+
+    def look_into(self, value: Any) -> None:
+        """Go through what others hold, too, which stays as it is."""
+        self._value(value, "", 0, True)
 
     def _unregistered(self, root: nn.Module, place: str) -> None:
         new = {prefix: module for prefix, module in root.named_modules() if id(module) not in self._modules}
@@ -89,7 +94,7 @@ class HeldTensors:
         return self._seen[id(value)][1]
 
     def _entered(self, value: Any, place: str, depth: int, shared: bool) -> Any:
-        if isinstance(value, (list, deque, dict, set, torch.Generator)):
+        if not isinstance(value, tuple):
             self._hold(value)
         match value:
             case list() | tuple() | deque():
@@ -115,6 +120,7 @@ class HeldTensors:
                 for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                     self._cell(cell, f"{place}.{name}", depth)
                 value.__defaults__ = self._value(value.__defaults__, f"{place}.defaults", depth, True)
+                self._value(vars(value), place, depth, True)
             case _:
                 if hasattr(value, "__dict__") and not _is_library(type(value).__module__):
                     self._value(vars(value), place, depth, True)

@@ -4,7 +4,6 @@ it puts into dicts and lists of its files and classes. That of a run on fake ten
 import functools
 import gc
 import sys
-import sysconfig
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,12 +14,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..semantics.own_code import is_own_file
+
 _LRU: type = type(functools.lru_cache(int))
 _TABLES = (dict, OrderedDict, defaultdict)
 _LISTS = (list, deque)
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
-_OWN = __name__.partition(".")[0]
 
 _functions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Functions that keep results, and how often each had computed one when it was last looked at."""
@@ -53,7 +51,7 @@ def forget_fakes() -> None:
     """Let functions compute anew what they have kept of tensors that are fake, or on the meta device, and take fake
     ones out of dicts and lists of files and classes that are not installed as packages: a run on real tensors would be
     given them."""
-    files = [module for module in list(sys.modules.values()) if _is_of_user(module)]
+    files = [module for module in list(sys.modules.values()) if is_own_file(module)]
     holders = [holder for file in files for holder in _holders(file)]
     for function in _with_new_results(holders, len(sys.modules) - len(files)):
         if _has_fakes(_results(function), or_meta=True):
@@ -102,17 +100,6 @@ def _results(function: Any) -> Iterator[Any]:
     """All that a function keeps; the garbage collector sees it in a dict, or beside one where there is a most."""
     for held in gc.get_referents(function):
         yield from held.values() if type(held) is dict else (held,)
-
-
-def _is_of_user(module: Any) -> bool:
-    """Whether this is a module of a file that is neither installed nor ours."""
-    is_file = isinstance(module, ModuleType) and not _is_installed(getattr(module, "__file__", None))
-    return is_file and module.__name__.partition(".")[0] != _OWN
-
-
-@functools.cache
-def _is_installed(file: str | None) -> bool:
-    return not isinstance(file, str) or file.startswith(_INSTALLED)
 
 
 def _holders(file: ModuleType) -> Iterator[ModuleType | type]:

@@ -1,10 +1,35 @@
 """Code of a model's own, beside torch's and this package's."""
 
+import sys
+import sysconfig
+from functools import cache
+from types import ModuleType
 from typing import Any
 
-_NOT_OF_MODELS = ("torch", __name__.partition(".")[0])
+_PACKAGE = __name__.partition(".")[0]
+_NOT_OF_MODELS = ("torch", _PACKAGE)
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def is_own(code: Any) -> bool:
     """Whether a function, method or class is the model's own. Of fully_shard's hooks and ours it is not."""
     return str(getattr(code, "__module__", "")).partition(".")[0] not in _NOT_OF_MODELS
+
+
+def is_own_file(module: Any) -> bool:
+    """Whether an imported module is a file of the model's own, or a notebook: neither installed as a package nor of
+    this one."""
+    if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] in _NOT_OF_MODELS:
+        return False
+    file = getattr(module, "__file__", None)
+    return not _is_installed(file) if isinstance(file, str) else module.__name__ == "__main__"
+
+
+@cache
+def _is_installed(file: str) -> bool:
+    return file.startswith(_INSTALLED)
+
+
+def is_in_own_file(code: Any) -> bool:
+    """Whether a function or class was defined in such a file."""
+    return is_own(code) and is_own_file(sys.modules.get(str(getattr(code, "__module__", ""))))
