@@ -1,6 +1,7 @@
 """What a model's code keeps for its next call, beside its modules, is never a fake tensor where real ones follow."""
 
 import functools
+import random
 import sys
 from collections.abc import Callable
 from typing import ClassVar
@@ -12,6 +13,7 @@ from torch import nn
 from meshwright.profiler.model.fake_modes import fake_mode
 from meshwright.profiler.model.kept_results import fakes_forgotten, forget_fakes
 from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.trace import trace
 from support.habits import run
 
@@ -122,5 +124,61 @@ def test_functions_that_a_file_gets_later_are_found(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("pins", [{"data_shard": 2}, {"pipeline": 2}])
 def test_plans_of_such_models_give_the_numbers_of_one_process(pins: dict[str, int]) -> None:
     report = run(LOADED, **pins)
+
+    assert report.ok, report.lines
+
+
+COUNTS = {"calls": 0}
+
+
+class Stepping(nn.Module):
+    """Scales by how often layers have run in this process."""
+
+    calls: ClassVar[int] = 0
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.linear, self.kept, self.own = nn.Linear(8, 8), kept, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept == "class":
+            type(self).calls += 1
+            return self.linear(x) * self.calls
+        if self.kept == "file":
+            COUNTS["calls"] += 1
+            return self.linear(x) * COUNTS["calls"]
+        if self.kept == "dice":
+            return self.linear(x) * (1 + random.random())
+        self.own += 1
+        return self.linear(x) * self.own
+
+
+def stepping(kept: str) -> LoadedModel:
+    return load_model(
+        lambda: nn.Sequential(nn.Linear(8, 8), *(Stepping(kept) for _ in range(3))), batch=pairs, loss=squares
+    )
+
+
+@pytest.mark.parametrize(
+    ("kept", "what"),
+    [("class", "attributes of Stepping"), ("file", "an object that both hold"), ("dice", "Python's or numpy's random")],
+)
+def test_layers_that_count_in_common_are_in_one_stage(kept: str, what: str) -> None:
+    before = Stepping.calls, COUNTS["calls"], random.getstate()
+
+    profile = trace(stepping(kept))
+
+    assert len(profile.layers) == 2
+    assert any(f"1 and 3 change {what}" in note for note in profile.notes)
+    assert (Stepping.calls, COUNTS["calls"], random.getstate()) == before
+
+
+def test_layers_that_count_each_for_itself_may_be_apart() -> None:
+    assert len(trace(stepping("itself")).layers) == 4
+
+
+@pytest.mark.slow
+def test_a_pipeline_counts_as_one_process_does() -> None:
+    report = run(stepping("file"), pipeline=2, micro_batch=2)
 
     assert report.ok, report.lines

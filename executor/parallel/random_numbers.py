@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...planner.plan.document import Plan
 from ...profiler.model.fake_modes import fake_mode
+from ...profiler.model.forward_state import undone
 from ...profiler.model.kept_results import fakes_forgotten
 from ...profiler.model.known_numbers import knowing_numbers, known
 from ...profiler.semantics.distributions import unvalidated
@@ -203,7 +204,7 @@ class RandomNumbers:
             self._calls.clear()
             self._enter(("", 0, False))
             args, kwargs = tree_map(given_as, (args, kwargs))
-            with unvalidated(), _replaced(self._dropouts, dropped, attended):
+            with unvalidated(), undone(whole), _replaced(self._dropouts, dropped, attended):
                 whole(*args, **kwargs)
         return found
 

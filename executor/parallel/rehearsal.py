@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ...planner.plan.document import Plan
 from ...profiler.model.building import in_evaluation, replace_tensors
 from ...profiler.model.fake_modes import fake_mode
-from ...profiler.model.forward_state import version_of
+from ...profiler.model.forward_state import undone, version_of
 from ...profiler.model.kept_results import fakes_forgotten
 from ...profiler.model.known_numbers import MOST_KNOWN, knowing_numbers, known
 from ...profiler.model.model_profile import Producer
@@ -121,7 +121,8 @@ class Rehearsal:
         key = (training, *shapes_in(micro_batch))
         if key in self._found:
             return self._found[key]
-        with out_of_sight(), fakes_forgotten(), nullcontext() if training else in_evaluation(self._model):
+        evaluating = nullcontext() if training else in_evaluation(self._model)
+        with out_of_sight(), fakes_forgotten(), undone(self._model), evaluating:
             seen = self._deciding(micro_batch, device, autocast, bf16_layers, context)
         stubs = {key: Stub(leaves, tree, device) for key, (leaves, tree) in seen.outputs.items()}
         self._found[key] = stubs, seen.tensors, seen.writes_batch

@@ -203,6 +203,9 @@ def _observe(
             watch.inputs.read_again = [
                 place for place, renewed in again.items() if renewed or watch.is_of_numbers(fake.left[place])
             ]
+        if fake.changed:
+            with fake.running():
+                watch.inputs.changed_by_several = fake.changed_by_several(units.names, fake.batch(size, seq_len))
         chain = _build_chain(fake, units, watch)
         return replace(chain, told=own)
 

@@ -136,6 +136,8 @@ class Inputs:
         self.writers: set[str] = set()
         self.changers: dict[str, str] = {}
         """Modules that change attributes of an object that they are given -> its class."""
+        self.changed_by_several: dict[str, list[str]] = {}
+        """What more than one module changes beside the activations -> those, in the order in which they ran."""
         self.transforms = False
         """Whether the model differentiates or maps itself."""
         self.overwrites = False

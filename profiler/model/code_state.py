@@ -4,6 +4,7 @@ classes. Counters and tables that a forward changes are kept there, too."""
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -15,9 +16,11 @@ _LOOKED_INTO = ("argparse", "builtins", "collections", "functools", "numpy.rando
 
 @dataclass(frozen=True)
 class Names:
-    """Names of a file or a class that code may bind anew, with ways to bind one and to take it out again. only: those
-    that count; None: all of a class but what Python puts there."""
+    """Names of a file or a class that code may bind anew, with ways to bind one and to take it out again. owner: by id.
+    whose: by name. only: those that count; None: all of a class but what Python puts there."""
 
+    owner: int
+    whose: str
     space: Mapping[str, Any]
     bind: Callable[[str, Any], None]
     unbind: Callable[[str], Any]
@@ -60,7 +63,7 @@ class ReachedCode:
 
     def _class(self, kind: type) -> None:
         self._waiting += kind.__mro__[1:]
-        self._names(Names(vars(kind), partial(setattr, kind), partial(delattr, kind)))
+        self._names(Names(id(kind), kind.__name__, vars(kind), partial(setattr, kind), partial(delattr, kind)))
         for name, attribute in vars(kind).items():
             functions = list(_functions(attribute))
             self._waiting += functions
@@ -77,7 +80,8 @@ class ReachedCode:
         if not new:
             return
         self._spoken[id(space)] = before | new
-        self._names(Names(space, space.__setitem__, space.pop, new))
+        whose = Path(space.get("__file__") or space["__name__"]).name
+        self._names(Names(id(space), whose, space, space.__setitem__, space.pop, new))
         for name in new & space.keys():
             if not isinstance(space[name], ModuleType):
                 self._found(space[name])

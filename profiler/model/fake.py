@@ -3,7 +3,7 @@
 A model that decides by the values of its tensors needs real ones: `real_model` is the same thing with numbers.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from ..semantics.draws import SameChoices
+from ..semantics.draws import SameChoices, dice_apart
 from ..threads import one_thread
 from .batches import named_tensors
 from .building import in_training, on_meta
 from .fake_modes import LeanFakeMode, without_log
-from .forward_state import Changeable, TensorsRead, changed, places_of, put_back, taken, undone
+from .forward_state import Changeable, TensorsRead, changed, places_of, put_back, random_draws, taken, undone
 from .frozen import kept_as
 from .gpu_kernel_emulation import as_on_gpu
 from .held_tensors import HeldTensors, held_beside, unregistered_modules, whole_because
@@ -31,6 +31,7 @@ from .kept_results import forget_other_runs
 from .known_numbers import MOST_KNOWN, knowing_numbers, known
 from .loaded import Batch, LoadedModel, is_ours, place_of, split_inputs
 from .model_profile import BufferProfile, KeptAs
+from .shared_state import SharedState
 
 BeforeLoss = Callable[[list[torch.Tensor]], None]
 """Is told of the tensors that the module has returned."""
@@ -66,6 +67,8 @@ class FakeModel:
     """How frozen parameters are kept that are not kept as all others are, by full name."""
     attributes: Mapping[str, str] = field(default_factory=dict)
     """What the constructor has written onto parameters, by name, with the first that has it."""
+    changed: list[Changeable] = field(default_factory=list)
+    """What its last forward has left otherwise than it was; it is as before by then."""
     left: dict[str, torch.Tensor] = field(default_factory=dict)
     """What its last forward has left behind in attributes, lists and the like, by place; it is gone by then."""
     _laid_out: dict[tuple[int, int | None], Batch] = field(default_factory=dict)
@@ -127,6 +130,7 @@ class FakeModel:
             return self.next_loss(batch, before_loss)
         finally:
             left = changed(before)
+            self.changed[:] = [place for place, _ in left]
             now = self._held() if left and note_left else {}
             put_back(left)
             known = {id(tensor) for tensor in self._held().values()} if now else set()
@@ -149,9 +153,17 @@ class FakeModel:
             kept = {place for place, (t, version) in before.items() if now.get(place) is t and t._version == version}
         return {place: place not in kept for place in read.places}
 
+    def changed_by_several(self, names: Iterable[str], batch: Batch) -> dict[str, list[str]]:
+        """What more than one of these modules change in a forward, in words, with those, in the order in which they
+        ran."""
+        shared = SharedState({name: self.module.get_submodule(name) for name in names})
+        with undone(self.module), dice_apart(), shared.watched():
+            self.next_loss(batch)
+        return shared.changed()
+
     @cached_property
     def _places(self) -> list[Changeable]:
-        return places_of(self.module, keep_copies=True)
+        return [*places_of(self.module, keep_copies=True), random_draws()]
 
     def next_loss(self, batch: Batch, before_loss: BeforeLoss = lambda returned: None) -> torch.Tensor:
         """Loss of one forward, which finds what the one before it has left behind."""

@@ -44,6 +44,7 @@ def spans_of(units: Units, watch: ChainWatch, run: nx.DiGraph) -> LayerSpans:
     _join_leaks(watch, run, found)
     _join_written_parts(watch, found)
     _join_changed_objects(watch, found)
+    _join_changed_by_several(watch, found)
     for first, last in watch.inputs.repeats:
         names = dict.fromkeys(event.key[1] for event in watch.events[first : last + 1] if event.key[0] == "module")
         repeated = f"the forward has {' and '.join(names) or 'functions'} repeated together in backward"
@@ -156,3 +157,13 @@ def _join_changed_objects(watch: ChainWatch, found: LayerSpans) -> None:
             )
             found.join(i, last, why)
             return
+
+
+def _join_changed_by_several(watch: ChainWatch, found: LayerSpans) -> None:
+    """What layers count, or draw random numbers from, in common would be each stage's own: join them."""
+    for what, names in watch.inputs.changed_by_several.items():
+        runs = [i for i, event in enumerate(watch.events) if event.key[0] == "module" and event.key[1] in names]
+        if runs:
+            first, last = (watch.events[place].key[1] for place in (runs[0], runs[-1]))
+            why = f"{first} and {last} change {what}, which stages would each have for themselves"
+            found.join(runs[0], runs[-1], f"{why}, so all between them is one layer")

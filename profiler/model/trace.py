@@ -28,6 +28,7 @@ from .coupling import Coupling, samples_of
 from .crossing_tensors import batch_tensors, crossing_tensors
 from .expert_trial import with_problems
 from .fake import DecidesByValuesError, FakeModel, fake_model, real_model
+from .forward_state import undone
 from .held_tensors import held_beside
 from .kept_results import fakes_forgotten, forget_fakes
 from .lengths import at_seq_len
@@ -190,7 +191,13 @@ def _on_real_tensors(loaded: LoadedModel, decision: str, lengths: bool, progress
     return profile if seq_len in (None, profile.seq_len) else at_seq_len(profile, seq_len)
 
 
-def _profile(
+def _profile(fake: FakeModel, *given: Any) -> ModelProfile:
+    """As _profiled has it; what the model's code counts and draws meanwhile is as before."""
+    with undone(fake.module):
+        return _profiled(fake, *given)
+
+
+def _profiled(
     fake: FakeModel,
     notes: tuple[str, ...],
     lengths: bool,
