@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.functional import dropout
+from torch.nn.functional import dropout as leave_out
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.executor import parallelize
@@ -117,6 +118,40 @@ class ImportingNet(CallingNet):
         return dropout(x, 0.3, self.training)
 
 
+class RenamingNet(CallingNet):
+    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return leave_out(x, 0.3, self.training)
+
+
+class _HoldingBlock(nn.Sequential):
+    """Has torch's dropout in a partial."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.GELU())
+        self.thinned = partial(functional.dropout, p=0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.thinned(super().forward(x), training=self.training)
+
+
+class HoldingNet(CallingNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_HoldingBlock() for _ in range(2))
+
+    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class MakingNet(CallingNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.thinned = lambda x: functional.dropout(x, 0.3, self.training)
+
+    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return self.thinned(x)
+
+
 class HelpedNet(CallingNet):
     def dropped(self, x: torch.Tensor) -> torch.Tensor:
         return _help(x, self.training)
@@ -203,7 +238,7 @@ class Undropped(nn.Module):
 
 MODELS: dict[str, type[nn.Module]] = {
     "drop": DropNet, "fused": FusedDropNet, "calls": CallingNet, "imports": ImportingNet, "is helped": HelpedNet,
-    "writes": WritingNet, "noisy": NoisyNet, "noisy layers": NoisyLayersNet
+    "holds": HoldingNet, "writes": WritingNet, "noisy": NoisyNet, "noisy layers": NoisyLayersNet
 }  # fmt: skip
 
 
@@ -233,6 +268,8 @@ CASES = {
     "called, zb-v": Case("calls", stages=(1, 1, 1, 1), virtual=2, num_microbatches=4, more={"schedule": "zb-v"}),
     "imported, zero-3": Case("imports", shard=2, reshard=True),
     "in a helper, in stages": Case("is helped", stages=(2, 2)),
+    "held, recompute, in stages": Case("holds", stages=(2, 2), num_microbatches=4, recompute="full"),
+    "held, recompute": Case("holds", num_microbatches=4, recompute="full"),
     "written into, in stages": Case("writes", stages=(2, 2)),
     "context 2": Case("fused", more={"context": 2}),
     "noise, context 2": Case("noisy", more={"context": 2}, num_microbatches=1),
@@ -254,7 +291,9 @@ def one_process(model: str) -> Numbers:
     return train(Case(model, num_microbatches=1))
 
 
-@pytest.mark.parametrize("name", slow.but_these(CASES, ["4 micro-batches", "tensor 2 + sequence, recompute"]))
+@pytest.mark.parametrize(
+    "name", slow.but_these(CASES, ["4 micro-batches", "held, recompute", "tensor 2 + sequence, recompute"])
+)
 def test_dropout_is_that_of_one_process(name: str) -> None:
     case = CASES[name]
     expected = one_process(case.model)
@@ -402,6 +441,9 @@ def test_noise_is_independent_by_data_and_alike_along_tensor_and_the_script_draw
         (CallingNet, "perhaps"),
         (ImportingNet, "perhaps"),
         (HelpedNet, "perhaps"),
+        (RenamingNet, "perhaps"),
+        (HoldingNet, "perhaps"),
+        (MakingNet, "perhaps"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), "not now"),
         (Undropped, "not now"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.GELU()), "no"),

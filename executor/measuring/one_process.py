@@ -147,6 +147,7 @@ def _masks_of_one_process(plan: Plan, replicas: Sequence[nn.Module]) -> RandomNu
         update={"degrees": Degrees(), "num_microbatches": plan.num_microbatches * plan.degrees.data}
     )
     masks = RandomNumbers(replicas[0], alone, RankMesh(alone, 0, torch.device("cpu"), None), SEED)
+    masks.drops = masks.drops is not False  # as the plan will find in its first forward
     for replica in replicas:
         masks.watch(replica, ())
     return masks

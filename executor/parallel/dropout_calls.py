@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ...profiler.model.code_state import ReachedCode
+from ...profiler.model.held_tensors import HeldTensors
+
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
 """Functions that drop elements, or whole features."""
 
@@ -37,7 +40,11 @@ def drops(model: nn.Module) -> Drops:
     """Whether a model drops, before it has run."""
     if may_drop(model):
         return "yes"
-    words = {kind: _droppers(kind) for kind in {type(module) for module in model.modules()}}
+    kinds = {type(module) for module in model.modules()}
+    spoken = set[str]().union(*map(_spoken, kinds))
+    if holds_dropouts(model) or any("drop" not in each.name and each.name in spoken for each in _imported(model)):
+        return "perhaps"
+    words = {kind: _droppers(kind) for kind in kinds}
     speaking = [m for m in model.modules() if words[type(m)] - set(m._modules.keys()) - vars(m).keys()]
     if not all(any(True for _ in _rates(module)) for module in speaking):
         return "perhaps"
@@ -45,23 +52,55 @@ def drops(model: nn.Module) -> Drops:
 
 
 def _droppers(kind: type[nn.Module]) -> set[str]:
-    """What a module's code, but for its constructor's, speaks of that has to do with dropping, without methods."""
-    running = [function for function in _functions(kind) if function.__name__ != "__init__"]
-    words = {word for function in running for word in _words(function.__code__) if "drop" in word.lower()}
-    return {word for word in words if not hasattr(kind, word)}
+    """What of it has to do with dropping, without methods."""
+    return {word for word in _spoken(kind) if "drop" in word.lower() and not hasattr(kind, word)}
+
+
+def _spoken(kind: type[nn.Module]) -> set[str]:
+    """What a module's code, but for its constructor's, speaks of. What a constructor has inside (lambda x: dropout(x))
+    runs later."""
+    codes = [
+        code
+        for function in _functions(kind)
+        for code in (_inside(function.__code__) if function.__name__ == "__init__" else [function.__code__])
+    ]
+    return {word for code in codes for word in _words(code)}
 
 
 def dropout_names(model: nn.Module) -> list[DropoutName]:
     """All names under which the model's code may find torch's dropouts and its attention."""
-    originals = {name: getattr(functional, name) for name in (*DROPOUTS, _ATTENTION)}
-    found = [DropoutName(vars(functional), name, original) for name, original in originals.items()]
-    found.append(DropoutName(vars(torch), "dropout", torch.dropout))
-    known = {id(original) for original in (*originals.values(), torch.dropout)}
+    found = [DropoutName(vars(functional), name, original) for name, original in _originals().items()]
+    return [*found, DropoutName(vars(torch), "dropout", torch.dropout), *_imported(model)]
+
+
+def _originals() -> dict[str, Callable[..., Any]]:
+    return {name: getattr(functional, name) for name in (*DROPOUTS, _ATTENTION)}
+
+
+def _imported(model: nn.Module) -> list[DropoutName]:
+    """Names of files that code of the model has imported them to."""
+    known = {id(original) for original in (*_originals().values(), torch.dropout)}
     kinds = {type(module) for module in model.modules()}
-    for namespace in {id(f.__globals__): f.__globals__ for kind in kinds for f in _functions(kind)}.values():
-        if namespace is not vars(functional) and namespace is not vars(torch):
-            found += [DropoutName(namespace, name, value) for name, value in namespace.items() if id(value) in known]
-    return found
+    files = {id(f.__globals__): f.__globals__ for kind in kinds for f in _functions(kind)}
+    own = [space for space in files.values() if space is not vars(functional) and space is not vars(torch)]
+    return [DropoutName(space, name, value) for space in own for name, value in space.items() if id(value) in known]
+
+
+def holds_dropouts(model: nn.Module) -> bool:
+    """Whether a model holds one of them otherwise: in an attribute, a partial, a dict, a default of an argument."""
+    known = {id(original) for original in (*_originals().values(), torch.dropout)}
+    held: list[Any] = []
+
+    def hold(holder: Any) -> None:
+        if id(holder) in known:
+            held.append(holder)
+        else:
+            code.enter(holder if isinstance(holder, FunctionType) else type(holder))
+
+    inside = HeldTensors(lambda place, tensor: tensor, hold)
+    code = ReachedCode(lambda names: None, inside.look_into)
+    inside.enter(model)
+    return bool(held)
 
 
 def drops_by_itself(model: nn.Module) -> str:
@@ -108,6 +147,11 @@ def _functions(kind: type[nn.Module]) -> Iterator[FunctionType]:
 
 def _is_torchs(found: Any) -> bool:
     return found is object or str(found.__module__).partition(".")[0] == "torch"
+
+
+def _inside(code: CodeType) -> list[CodeType]:
+    """Functions that code makes."""
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
 def _words(code: CodeType) -> Iterator[str]:

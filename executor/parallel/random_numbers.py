@@ -20,15 +20,17 @@ begin so.
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...planner.plan.document import Plan
@@ -40,7 +42,7 @@ from ...profiler.semantics.distributions import unvalidated
 from ...profiler.semantics.draws import dice_apart, seed_dice
 from ...profiler.semantics.token_marks import Held, mark_of, own_shape, set_mark, taken, whole_shape
 from ..torch_compat import in_backward
-from .dropout_calls import DropoutName, dropout_names, drops
+from .dropout_calls import DropoutName, dropout_names, drops, holds_dropouts
 from .mesh import RankMesh
 from .rehearsal import copied
 from .shared_gradients import hand_on_difference, out_of_sight
@@ -70,6 +72,7 @@ class RandomNumbers:
         says = drops(model)
         self.drops: bool | None = {"yes": True, "perhaps": None}.get(says, False)
         self._dropouts = [] if says == "no" else dropout_names(model)
+        self._held = says != "no" and holds_dropouts(model)
         self._shapes: dict[tuple[_Place, int], torch.Size] | None = None
         self._rehearsed: dict[tuple[Any, ...], dict[tuple[_Place, int], torch.Size]] = {}  # by shapes of inputs
         self._whole: nn.Module | None = None
@@ -119,7 +122,9 @@ class RandomNumbers:
         self._entered.clear()
         self._given.clear()
         on_gpu = self._mesh.device.type == "cuda"
-        dropping = _replaced(self._dropouts, self._dropped, self._attended) if self._dropouts else nullcontext()
+        dropping = (
+            _replaced(self._dropouts, self._held, self._dropped, self._attended) if self._dropouts else nullcontext()
+        )
         with torch.random.fork_rng([self._mesh.device] if on_gpu else []), dice_apart(), dropping:
             yield
 
@@ -204,9 +209,12 @@ class RandomNumbers:
             self._calls.clear()
             self._enter(("", 0, False))
             args, kwargs = tree_map(given_as, (args, kwargs))
-            with unvalidated(), undone(whole), _replaced(self._dropouts, dropped, attended):
+            with unvalidated(), undone(whole), self._replacing(dropped, attended):
                 whole(*args, **kwargs)
         return found
+
+    def _replacing(self, dropped: Callable[..., Any], attended: Callable[..., Any]) -> AbstractContextManager[None]:
+        return _replaced(self._dropouts, self._held, dropped, attended)
 
     def _stage_begins(self, stage: int, module: nn.Module, args: Any) -> None:
         self.micro_batch(self._given[stage])
@@ -331,10 +339,11 @@ class RandomNumbers:
 
 @contextmanager
 def _replaced(
-    places: Sequence[DropoutName], dropped: Callable[..., Any], attended: Callable[..., Any]
+    places: Sequence[DropoutName], held: bool, dropped: Callable[..., Any], attended: Callable[..., Any]
 ) -> Iterator[None]:
     """While it lasts torch's dropouts and attention are these, each given the original first; those that keep
-    everything (verify.py) stay."""
+    everything (verify.py) stay. held: the model has them otherwise than by name, too, so that all calls of torch's
+    functions are looked at."""
     if getattr(functional.dropout, KEEPS_ALL, False):
         yield
         return
@@ -362,10 +371,34 @@ def _replaced(
     try:
         for place in places:
             place.namespace[place.name] = instead[place.original]
-        yield
+        with _CallsInstead(instead) if held else nullcontext():
+            yield
     finally:
         for place, replaced in zip(places, before, strict=True):
             place.namespace[place.name] = replaced
+
+
+class _CallsInstead(TorchFunctionMode):
+    """Calls other functions in place of some of torch's, from wherever these are called."""
+
+    def __init__(self, instead: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+        super().__init__()
+        self._instead = instead
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.backward, torch.autograd.backward) and not kwargs.get("inputs"):
+            with self:  # layers may run again in it
+                return self._backward(*args, **kwargs)
+        return self._instead.get(func, func)(*args, **kwargs)
+
+    @staticmethod
+    def _backward(outputs: Any, gradient: Any = None, **kwargs: Any) -> None:
+        """torch's, of edges of the graph: of tensors a mode would be asked again."""
+        edges = [get_gradient_edge(output) for output in tree_leaves(outputs)]
+        torch.autograd.backward(edges, kwargs.pop("grad_tensors", gradient), **kwargs)
 
 
 _torchs_dropout = torch.dropout

@@ -66,12 +66,11 @@ class ReachedCode:
         self._names(Names(id(kind), kind.__name__, vars(kind), partial(setattr, kind), partial(delattr, kind)))
         for name, attribute in vars(kind).items():
             functions = list(_functions(attribute))
-            self._waiting += functions
-            if not functions and not name.startswith("__"):
-                self._found(attribute)
+            for found in functions or ([] if name.startswith("__") else [attribute]):
+                self._found(found)
 
     def _function(self, function: FunctionType) -> None:
-        self._value(function)
+        self._value(function)  # what it closes over
         self._in_file(function.__globals__, _words(function.__code__))
 
     def _in_file(self, space: dict[str, Any], spoken: frozenset[str]) -> None:
@@ -83,13 +82,15 @@ class ReachedCode:
         whose = Path(space.get("__file__") or space["__name__"]).name
         self._names(Names(id(space), whose, space, space.__setitem__, space.pop, new))
         for name in new & space.keys():
-            if not isinstance(space[name], ModuleType):
+            if isinstance(space[name], FunctionType):
+                self._waiting.append(space[name])
+            elif not isinstance(space[name], ModuleType):
                 self._found(space[name])
             elif is_own_file(space[name]):
                 self._in_file(vars(space[name]), spoken)
 
     def _found(self, value: Any) -> None:
-        if isinstance(value, type | FunctionType):
+        if isinstance(value, type):
             self._waiting.append(value)
         elif type(value).__module__.startswith(_LOOKED_INTO) or is_in_own_file(type(value)):
             self._value(value)
