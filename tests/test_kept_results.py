@@ -1,6 +1,7 @@
 """What a model's code keeps for its next call, beside its modules, is never a fake tensor where real ones follow."""
 
 import functools
+import itertools
 import random
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.planner.plan.legality import can_recompute
 from meshwright.profiler.model.fake_modes import fake_mode
 from meshwright.profiler.model.kept_results import fakes_forgotten, forget_fakes
 from meshwright.profiler.model.load import load_model
@@ -139,6 +141,7 @@ class Stepping(nn.Module):
     def __init__(self, kept: str) -> None:
         super().__init__()
         self.linear, self.kept, self.own = nn.Linear(8, 8), kept, 0
+        self.numbers = itertools.count(1) if kept == "iterator" else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kept == "class":
@@ -149,6 +152,8 @@ class Stepping(nn.Module):
             return self.linear(x) * COUNTS["calls"]
         if self.kept == "dice":
             return self.linear(x) * (1 + random.random())
+        if self.numbers is not None:
+            return self.linear(x) * next(self.numbers)
         self.own += 1
         return self.linear(x) * self.own
 
@@ -175,6 +180,12 @@ def test_layers_that_count_in_common_are_in_one_stage(kept: str, what: str) -> N
 
 def test_layers_that_count_each_for_itself_may_be_apart() -> None:
     assert len(trace(stepping("itself")).layers) == 4
+
+
+def test_layers_that_take_from_an_iterator_are_not_planned_with_recompute() -> None:
+    profile = trace(stepping("iterator"))
+
+    assert [can_recompute(profile, layer) for layer in profile.layers] == [True, False, False, False]
 
 
 @pytest.mark.slow

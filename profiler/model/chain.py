@@ -30,7 +30,7 @@ from ..semantics.producers import Producers, is_wrapped
 from .building import in_evaluation
 from .chain_watch import CallEvent, ChainWatch, Cursor, Key, recording_outputs, stubbed
 from .fake import DecidesByValuesError, FakeModel
-from .forward_state import version_of
+from .forward_state import Reached, version_of
 from .layer_graph import bytes_over, wired
 from .layer_spans import LayerSpans, spans_of
 from .layer_units import Units, find_units
@@ -203,7 +203,7 @@ def _observe(
             watch.inputs.read_again = [
                 place for place, renewed in again.items() if renewed or watch.is_of_numbers(fake.left[place])
             ]
-        if fake.changed:
+        if fake.changed or Reached(fake.module).iterators:
             with fake.running():
                 watch.inputs.changed_by_several = fake.changed_by_several(units.names, fake.batch(size, seq_len))
         chain = _build_chain(fake, units, watch)
@@ -637,6 +637,8 @@ def _layers(
     read_somewhere = set().union(*reads)
     read_anywhere: set[int] = set()
     lost = watch.inputs.overwritten()
+    if Reached(root).iterators:  # what is taken from one cannot be put back
+        lost |= {name for name in watch.ran if Reached(root.get_submodule(name)).iterators}
     layers = []
     for (first, last), read_here in zip(spans, reads, strict=True):
         span = watch.events[first : last + 1]

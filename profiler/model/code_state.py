@@ -10,7 +10,17 @@ from typing import Any
 
 from ..semantics.own_code import is_in_own_file, is_own_file
 
-_LOOKED_INTO = ("argparse", "builtins", "collections", "functools", "numpy.random", "random", "torch", "types")
+_LOOKED_INTO = (
+    "argparse",
+    "builtins",
+    "collections",
+    "functools",
+    "itertools",
+    "numpy.random",
+    "random",
+    "torch",
+    "types",
+)
 """Where classes of objects come from that may hold what a forward changes, beside files of the model's own."""
 
 

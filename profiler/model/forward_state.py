@@ -45,12 +45,14 @@ Taken = list[tuple[Changeable, Any]]
 
 class Reached:
     """What a module's forward reaches and may change: dicts, each with names in it that are no part of that, names that
-    its code may bind, what else holds others, and tensors but its parameters, by id."""
+    its code may bind, what else holds others, and tensors but its parameters, by id. iterators: what is taken from
+    these cannot be put back."""
 
     def __init__(self, root: nn.Module) -> None:
         self.dicts: list[tuple[dict[Any, Any], frozenset[str]]] = []
         self.names: list[Names] = []
         self.holders: list[Any] = []
+        self.iterators: list[Any] = []
         self.tensors: dict[int, torch.Tensor] = {}
         held = HeldTensors(self._note, self._hold)
         self._code = ReachedCode(self.names.append, held.look_into)
@@ -79,6 +81,8 @@ class Reached:
                 self.holders.append(holder)
             case _ if type(holder).__module__.startswith("numpy.random"):
                 self.holders.append(holder)
+            case Iterator() if type(holder).__module__ in ("builtins", "itertools"):
+                self.iterators.append(holder)
             case _:
                 self._code.enter(type(holder))
 

@@ -12,6 +12,7 @@ import networkx as nx
 from .chain_watch import CallEvent, ChainWatch
 from .layer_graph import bytes_over, maker_of, tensors_of
 from .layer_units import Units
+from .shared_state import ITERATOR
 
 
 class LayerSpans:
@@ -165,5 +166,7 @@ def _join_changed_by_several(watch: ChainWatch, found: LayerSpans) -> None:
         runs = [i for i, event in enumerate(watch.events) if event.key[0] == "module" and event.key[1] in names]
         if runs:
             first, last = (watch.events[place].key[1] for place in (runs[0], runs[-1]))
+            if what == ITERATOR:
+                found.join_all(f"{first} and {last} take from {what}, and so does what stages run to see each other")
             why = f"{first} and {last} change {what}, which stages would each have for themselves"
             found.join(runs[0], runs[-1], f"{why}, so all between them is one layer")

@@ -318,7 +318,8 @@ class LayerClass(Frozen):
         default=False, description="it writes into what unfused attention has read: attention cannot be repeated"
     )
     input_overwritten: bool = Field(
-        default=False, description="what a module is given is written into, by it or later: it cannot run on it again"
+        default=False,
+        description="cannot run again: what it is given is written into, by it or later, or it takes from an iterator",
     )
 
 

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from .code_state import Names
 from .forward_state import Changeable, Reached, place_of, random_draws, version_of
 
+ITERATOR = "an iterator that both hold"
 _HELD = "an object that both hold"
 _NONE = frozenset[str]()
 
@@ -24,10 +25,11 @@ class SharedState:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
-        found = [_shareable(Reached(module)) for module in modules.values()]
-        counts = Counter(key for each in found for key in each)
-        self._places = {key: place for each in found for key, place in each.items() if counts[key] > 1}
+        found = {name: _shareable(Reached(module)) for name, module in modules.items()}
+        counts = Counter(key for each in found.values() for key in each)
+        self._places = {key: place for each in found.values() for key, place in each.items() if counts[key] > 1}
         self._places["dice"] = "Python's or numpy's random numbers", random_draws()
+        self._reached = {name: {"dice", *each} for name, each in found.items()}
         self._changers: dict[Any, dict[str, None]] = defaultdict(dict)
 
     @contextmanager
@@ -53,7 +55,7 @@ class SharedState:
 
     def _ends(self, name: str, begun: list[dict[Any, Any]], module: nn.Module, args: Any, output: Any) -> None:
         for key, before in begun.pop().items():
-            if self._places[key][1].differs(before):
+            if key in self._reached[name] and self._places[key][1].differs(before):
                 self._changers[key][name] = None
 
 
@@ -70,6 +72,8 @@ def _shareable(reached: Reached) -> dict[Any, tuple[str, Changeable]]:
     for holder in reached.holders:
         is_list = isinstance(holder, list | deque)
         found[id(holder)] = _HELD, _compared(partial(_items, holder)) if is_list else place_of(holder)
+    for iterator in reached.iterators:  # of which nobody sees how much was taken
+        found[id(iterator)] = ITERATOR, Changeable(lambda: None, lambda _: True, lambda _: None)
     for number, tensor in reached.tensors.items():
         found[number] = "a tensor that both hold", _compared(partial(_version, tensor))
     return found
