@@ -153,7 +153,8 @@ def test_a_row_read_on_the_first_host_is_compared_with_its_stages() -> None:
         {"cluster__n_gpus": 8, "cluster__gpus_per_node": 4},
     )
 
-    read = {"source": "bigscience-workshop/bigscience@9e64edec2a:experiments/tr3m-1B3.md", "measured__mem_metric": "nvidia-smi GB"}
+    source = "bigscience-workshop/bigscience@9e64edec2a:experiments/tr3m-1B3.md"
+    read = {"source": source, "measured__mem_metric": "nvidia-smi GB"}
     assert memory_by_metric(found, row(**on_hosts))["device"] == 4
     assert memory_by_metric(found, row(**on_hosts, **read))["device"] == 3
 
