@@ -344,6 +344,27 @@ def test_what_is_no_pair_of_modules_is_named(kind: str, note: str) -> None:
     assert any(found.startswith(note) for found in profile.notes), profile.notes
 
 
+class _Pooled(nn.Module):
+    """Layers, and after them a norm and attention in one whose out_proj is read by torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Pair(torch.tanh), _Pair(torch.tanh)])
+        self.norm, self.attention = nn.LayerNorm(8), nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        x = self.norm(x)
+        return self.attention(x, x, x)[0]  # type: ignore[no-any-return]
+
+
+def test_what_comes_after_all_layers_is_named_by_its_own() -> None:
+    profile = trace(load_model(_Pooled(), batch=lambda size: torch.ones(size, 4, 8), loss=lambda y, batch: y.mean()))
+
+    assert any(found.startswith("head: attention.out_proj not cut") for found in profile.notes), profile.notes
+
+
 class _Router(nn.Linear):
     """A linear layer that returns scores and logits, as Llama 4's."""
 

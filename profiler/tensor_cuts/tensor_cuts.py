@@ -182,8 +182,8 @@ class _Probe:
         self.modules = layer_modules(fake, chain, index)
 
     def where(self, name: str) -> str:
-        """Full name of a module of the layer, for people."""
-        return ".".join(part for part in (self.layer.root, name) if part)
+        """Full name of a module of the layer, for people; that of the layer for all of it."""
+        return ".".join(part for part in (self.layer.root, name) if part) or self.layer.name
 
     def flow(self, shapes: Shapes | None = None, size: int = 1) -> Flow:
         """Data flow of the layer as it is."""
