@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction, _CachedTorchDispatchMode
 
 from ..machine.units import first_of
-from ..semantics.draws import dice
+from ..semantics.draws import dice_apart, seed_dice
 from ..semantics.producers import Producers, is_wrapped
 from .building import in_evaluation
 from .chain_watch import CallEvent, ChainWatch, Cursor, Key, recording_outputs, stubbed
@@ -134,8 +134,8 @@ def observe(fake: FakeModel, size: int, seq_len: int | None, most_operators: int
     buffers = {name: (buffer, buffer._version) for name, buffer in fake.module.named_buffers()}
     parameters = {name: (parameter, parameter._version) for name, parameter in fake.module.named_parameters()}
     every = dict(fake.module.named_parameters(remove_duplicate=False))
-    before = repr(dice())
     chain = _observe(fake, units, size, seq_len, most_operators)
+    throws_dice = fake.throws_dice
     made = [name for name, _ in fake.module.named_parameters() if name not in parameters]
     if made:
         raise ValueError(
@@ -149,9 +149,7 @@ def observe(fake: FakeModel, size: int, seq_len: int | None, most_operators: int
             "which an optimizer made before it does not know; do that in __init__ (head.weight = embedding.weight), or "
             "compute with the other tensor and leave the parameter where it is"
         )
-    if repr(dice()) != before and any(
-        _observe(fake, units, size, seq_len).signatures != chain.signatures for _ in range(_THROWS)
-    ):
+    if throws_dice and any(_thrown(fake, units, size, seq_len, i) != chain.signatures for i in range(_THROWS)):
         raise ValueError(
             f"the forward of {fake.loaded.source} draws by Python's random (or numpy) which layers run, so every rank "
             "would run others, and wait for ranks that do not; leave layers out by numbers of the batch, or scale what "
@@ -168,6 +166,13 @@ def observe(fake: FakeModel, size: int, seq_len: int | None, most_operators: int
                 "parameters between steps, in the training loop"
             )
     return replace(chain, told=(*chain.told, *_stateful(fake.module, written), *_left(chain.read_again)))
+
+
+def _thrown(fake: FakeModel, units: Units, size: int, seq_len: int | None, number: int) -> tuple[Any, ...]:
+    """Signatures of a forward whose random numbers of Python and numpy begin from a number."""
+    with dice_apart():
+        seed_dice(number)
+        return _observe(fake, units, size, seq_len).signatures
 
 
 def _observe(

@@ -161,6 +161,11 @@ class FakeModel:
             self.next_loss(batch)
         return shared.changed()
 
+    @property
+    def throws_dice(self) -> bool:
+        """Whether its last forward has drawn from Python's or numpy's own random numbers."""
+        return any(place is self._places[-1] for place in self.changed)
+
     @cached_property
     def _places(self) -> list[Changeable]:
         return [*places_of(self.module, keep_copies=True), random_draws()]
