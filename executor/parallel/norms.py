@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+_NARROW = (torch.bfloat16, torch.float16, torch.complex32)
+
 
 @torch.no_grad()
 def norms_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -20,12 +22,18 @@ def norms_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
     ]
     if not held:
         return torch.zeros(len(tensors), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm(held)
+    found: dict[int, torch.Tensor] = {}
+    for is_narrow in (False, True):  # in 16 bits a norm has three digits, and ends at 65,504 in fp16
+        which = [i for i, tensor in enumerate(held) if (tensor.dtype in _NARROW) == is_narrow]
+        wide = (torch.float64 if device.type == "cpu" else torch.float32) if is_narrow else None
+        if which:
+            found |= zip(which, torch._foreach_norm([held[i] for i in which], dtype=wide), strict=True)
+    norms = [found[i] for i in range(len(held))]
     if len({norm.dtype for norm in norms}) > 1:
-        norms = tuple(norm.double() for norm in norms)
-    found = torch.stack(norms).double()
+        norms = [norm.double() for norm in norms]
+    known = torch.stack(norms).double()
     if len(held) == len(tensors):
-        return found
+        return known
     every = torch.zeros(len(tensors), dtype=torch.float64, device=device)
-    every[[i for i, tensor in enumerate(tensors) if tensor.numel()]] = found
+    every[[i for i, tensor in enumerate(tensors) if tensor.numel()]] = known
     return every
