@@ -172,6 +172,7 @@ def _not_finite(plan: Plan, model_fn: Any, spoil: bool) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_no_numbers_are_named_with_step_and_stage(profile: ModelProfile) -> None:
     first, second = run_ranks(_not_finite, 2, plan_of(profile, stages=(2, 2)), TiedNet, True)
 

@@ -291,6 +291,7 @@ def test_plans_of_such_models_give_the_same_numbers(
     assert (kind, words) == ("verified", "")
 
 
+@pytest.mark.slow
 def test_a_plan_with_shards_of_another_model_than_the_one_at_hand_is_refused() -> None:
     made = loaded(Tree(1, ("linear", "mlp"), (0, 1)))
     training = TrainingSpec(global_batch=16, seq_len=None, precision="fp32")

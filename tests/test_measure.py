@@ -56,6 +56,7 @@ def measurement(*steps_s: tuple[float, ...]) -> Measurement:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_plan_takes_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[int] = []
     run = measure_module.run_local_ranks

@@ -453,6 +453,7 @@ def collectives_of_a_step(
     return seen[0], seen[1], dict(collectives.counts)
 
 
+@pytest.mark.slow
 def test_stages_gather_what_they_keep_at_once_and_reduce_it_at_once() -> None:
     loaded = load("unet")
     plan = plan_with("unet", [5], num_microbatches=3, reshard=False, data_shard=2, gradient_sync="last")

@@ -198,12 +198,15 @@ def test_elementwise_code_may_lie_between() -> None:
 
 @pytest.mark.parametrize(
     "between",
-    [
-        lambda x: x / x.pow(2).mean(-1, keepdim=True).sqrt(),
-        lambda x: functional.softmax(x, -1),
-        lambda x: functional.layer_norm(x, x.shape[-1:]),
-        lambda x: x - x.sum(-1, keepdim=True),
-    ],
+    slow.but_first(
+        [
+            lambda x: x / x.pow(2).mean(-1, keepdim=True).sqrt(),
+            lambda x: functional.softmax(x, -1),
+            lambda x: functional.layer_norm(x, x.shape[-1:]),
+            lambda x: x - x.sum(-1, keepdim=True),
+        ],
+        2,
+    ),
 )
 def test_what_reduces_over_the_cut_features_forbids_the_cut(between: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert _cuts_between(between) == ()
@@ -485,12 +488,15 @@ def test_fused_gates_are_cut_by_their_parts(interleaved: bool, parts: dict[str, 
 
 @pytest.mark.parametrize(
     "between",
-    [
-        lambda x: x.view(*x.shape[:-1], -1, 4).transpose(-1, -2).flatten(-2),
-        lambda x: x.view(*x.shape[:-1], 4, -1).transpose(-1, -2).flatten(-2),
-        lambda x: x.roll(1, -1),
-        lambda x: torch.relu(x).flip(-1),
-    ],
+    slow.but_first(
+        [
+            lambda x: x.view(*x.shape[:-1], -1, 4).transpose(-1, -2).flatten(-2),
+            lambda x: x.view(*x.shape[:-1], 4, -1).transpose(-1, -2).flatten(-2),
+            lambda x: x.roll(1, -1),
+            lambda x: torch.relu(x).flip(-1),
+        ],
+        1,
+    ),
 )
 def test_features_in_another_order_are_not_cut(between: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert _cuts_between(between) == ()
@@ -693,13 +699,16 @@ class _InWindows(nn.Module):
 
 @pytest.mark.parametrize(
     ("change", "is_cut"),
-    [
-        (lambda x: x * 0.5, True),
-        (lambda x: functional.dropout(x, 0.5), False),
-        (lambda x: x.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1), False),
-        (lambda x: x.flip(0), False),
-        (lambda x: x.cumsum(0), False),
-    ],
+    slow.but_first(
+        [
+            (lambda x: x * 0.5, True),
+            (lambda x: functional.dropout(x, 0.5), False),
+            (lambda x: x.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1), False),
+            (lambda x: x.flip(0), False),
+            (lambda x: x.cumsum(0), False),
+        ],
+        3,
+    ),
 )
 def test_heads_beside_windows_in_one_dim_are_cut_while_they_are_treated_alike(
     change: Callable[[torch.Tensor], torch.Tensor], is_cut: bool

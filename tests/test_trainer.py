@@ -303,6 +303,7 @@ def test_units_may_be_written_into(make: Callable[..., Plan]) -> None:
         assert_same(found, expected)
 
 
+@pytest.mark.slow
 def test_random_state_afterwards_is_that_of_one_process(make: Callable[..., Plan]) -> None:
     outcomes = run_ranks(_step, 4, make(tensor=2, stages=(1, 3)), batch_of(GLOBAL_BATCH))
     torch.manual_seed(0)

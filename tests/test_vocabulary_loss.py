@@ -224,6 +224,7 @@ def _largest(plan: Plan) -> tuple[int, int]:
     return seen.largest, sum("gather" in name for name in seen.collectives)
 
 
+@pytest.mark.slow
 def test_no_rank_ever_has_all_logits() -> None:
     profile = small_profile("large vocabulary")
     shape = Shape(1, 1, 2, 1, GLOBAL_BATCH, 1)
