@@ -13,6 +13,7 @@ from itertools import chain, combinations, islice
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cost.kept import kept
 from ..cost.priced_layer import LayerCost
 from ..cost.simulate import simulated_step_s
 from .chunked import Chunking, Known, StageCuts, evenness, handed_on, loads
@@ -51,26 +52,19 @@ def num_cuts(prices: Prices) -> int:
 def best_of_all(prices: Prices, below_s: float, deadline_s: float) -> tuple[Assignment | None, float]:
     """(the fastest plan of a pipeline below so many seconds whatever its cuts, if one was found, seconds that no plan
     of the shape beats: those, or its, if that much is known in time)."""
-    known, found = Known(prices), None
+    known = Known(prices)
     options = Enumerated(known, deadline_s)
-    every = all_cuts(len(prices.chain.places) - 2, prices.shape.pipeline * prices.shape.virtual_stages)
-    each_s = _least_s(prices, every)
-    order = np.argsort(each_s).tolist()
-    for which in order:
-        if each_s[which] >= below_s * (1 - ROUNDING) or time.monotonic() > deadline_s:
-            break
-        better = known.fastest(every[which], below_s)
-        if better is not None:
-            found, below_s = better, better.seconds
+    found = _fastest(known, None, below_s, deadline_s)
+    below_s = below_s if found is None else found.seconds
     least_s = below_s
-    for which in order:
-        if each_s[which] >= least_s * (1 - ROUNDING):
+    for cuts, cut_s in _shortest_first(prices):
+        if cut_s >= least_s * (1 - ROUNDING):
             break
         if time.monotonic() > deadline_s:
-            return found, float(each_s[which])
-        this_s = max(float(each_s[which]), known.least_s(every[which]))
+            return found, cut_s
+        this_s = max(cut_s, known.least_s(cuts))
         if this_s < least_s:
-            best, best_s = options.best(every[which], below_s)
+            best, best_s = options.best(cuts, below_s)
             if best is not None:
                 found, below_s = best, best.seconds
             this_s = max(this_s, best_s)
@@ -81,9 +75,15 @@ def best_of_all(prices: Prices, below_s: float, deadline_s: float) -> tuple[Assi
 def best_of_likely(prices: Prices, below_s: float) -> Assignment | None:
     """The fastest plan of a pipeline below so many seconds with some of the cuts whose step would be the shortest if
     every layer took its least times; None if none of them is."""
-    known, found = Known(prices), None
-    for cuts, least_s in islice(_shortest_first(prices), LIKELY):
-        if least_s >= below_s * (1 - ROUNDING):
+    return _fastest(Known(prices), LIKELY, below_s, math.inf)
+
+
+def _fastest(known: Known, most: int | None, below_s: float, deadline_s: float) -> Assignment | None:
+    """The fastest plan below so many seconds, until the deadline, with each of the cuts whose step would be the
+    shortest; most: how many of these, None: all."""
+    found = None
+    for cuts, cut_s in islice(_shortest_first(known.prices), most):
+        if cut_s >= below_s * (1 - ROUNDING) or time.monotonic() > deadline_s:
             break
         better = known.fastest(cuts, below_s)
         if better is not None:
@@ -106,10 +106,19 @@ def least_of_cuts_s(prices: Prices, known_s: float, enough_s: float) -> float:
 
 def _shortest_first(prices: Prices) -> Iterator[tuple[Ints, float]]:
     """(cuts, seconds of their step if every layer took its least times) of all, the shortest step first."""
-    every = all_cuts(len(prices.chain.places) - 2, prices.shape.pipeline * prices.shape.virtual_stages)
-    each_s = _least_s(prices, every)
+    every, each_s = _cuts_of_shape(prices), _every_least_s(prices)
     for which in np.argsort(each_s).tolist():
         yield every[which], float(each_s[which])
+
+
+def _cuts_of_shape(prices: Prices) -> Ints:
+    return all_cuts(len(prices.chain.places) - 2, prices.shape.pipeline * prices.shape.virtual_stages)
+
+
+@kept
+def _every_least_s(prices: Prices) -> Floats:
+    """Looking for a bound, for a plan, and for the proof that there is none faster all begin from it."""
+    return _least_s(prices, _cuts_of_shape(prices))
 
 
 @lru_cache(maxsize=16)
