@@ -115,11 +115,12 @@ def test_functions_that_a_file_gets_later_are_found(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys.modules[__name__], "later", later, raising=False)
     monkeypatch.setattr(Keeping, "later", staticmethod(decorated(inside)), raising=False)
 
-    with fakes_forgotten(), fake_mode():
-        for function in later, inside:
-            function(3)
+    for _ in range(2):  # as often as before it was emptied
+        with fakes_forgotten(), fake_mode():
+            for function in later, inside:
+                function(3)
 
-    assert [later.cache_info().currsize, inside.cache_info().currsize] == [0, 0]
+        assert [later.cache_info().currsize, inside.cache_info().currsize] == [0, 0]
 
 
 @pytest.mark.slow
