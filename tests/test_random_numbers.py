@@ -15,6 +15,8 @@ from torch.nn.functional import dropout as leave_out
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.executor import parallelize
+from meshwright.executor.measuring.one_process import Training
+from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.executor.parallel import random_numbers
 from meshwright.executor.parallel.dropout_calls import drops, drops_by_itself
 from meshwright.profiler.model.load import load_model
@@ -306,6 +308,20 @@ def test_dropout_is_that_of_one_process(name: str) -> None:
     found = train(case) if case.num_ranks == 1 else run_ranks(train, case.num_ranks, case)[0]
 
     assert max(errors(found, expected, 2e-2, 1e-3).values()) < TOLERANCE, errors(found, expected, 2e-2, 1e-3)
+
+
+@pytest.mark.slow
+def test_the_process_beside_a_plan_finds_what_its_first_forward_will() -> None:
+    loaded = load_model(HoldingNet, batch=next_tokens(VOCABULARY), loss=loss)
+    case = Case("holds", stages=(2, 2), num_microbatches=4)
+    torch.manual_seed(0)
+    batches = [next_tokens(VOCABULARY)(GLOBAL_BATCH) for _ in range(2)]
+
+    report = beside_one_process(
+        VerifyReport("", (), {}), plan_of(case, profile_of("holds")), loaded, batches, training=Training(dropout=True)
+    )
+
+    assert report.ok, report.lines
 
 
 def _noted(case: Case) -> list[float]:
