@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from meshwright.executor.measuring import verify
@@ -32,7 +33,7 @@ from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
 from meshwright.profiler.semantics.draws import SameDraws
-from support import synthetic
+from support import habits, synthetic
 
 GPT = Path(__file__).parent.parent / "benchmarks" / "models" / "gpt.py"
 
@@ -400,11 +401,42 @@ def test_not_a_number_is_a_difference() -> None:
 def test_dropout_is_off_only_inside() -> None:
     x = torch.ones(1000)
 
-    with no_dropout():
+    with no_dropout(torch.nn.Dropout(0.5)):
         inside = functional.dropout(x, 0.5), torch.nn.Dropout(0.5)(x)
 
     assert all(torch.equal(y, x) for y in inside)
     assert not torch.equal(functional.dropout(x, 0.5), x)
+
+
+class _Held(nn.Module):
+    """A block that holds torch's dropout in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(8, 32), nn.Linear(32, 8), functional.dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(self.up(x).tanh()), 0.2, self.training)
+
+
+def test_dropout_that_a_model_holds_is_off_inside_too() -> None:
+    block, x = _Held(), torch.ones(4, 8)
+
+    with no_dropout(block):
+        assert torch.equal(block(x), block.eval()(x))
+
+
+@pytest.mark.slow
+def test_dropout_that_a_model_holds_is_off_where_tensor_ranks_look_at_their_first_step() -> None:
+    loaded = load_model(
+        lambda: nn.Sequential(_Held(), _Held()),
+        batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
+        loss=lambda output, batch: (output - batch[1]).square().mean(),
+    )
+
+    report = habits.run(loaded, tensor=2)
+
+    assert report.ok, report.lines
 
 
 def test_what_draws_in_passing_computes_all_the_same() -> None:

@@ -4,7 +4,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -19,6 +19,7 @@ from ...profiler.model.building import in_training
 from ...profiler.model.coupling import as_float, with_own_loss
 from ...profiler.model.loaded import Batch, LoadedModel, split_inputs
 from ...profiler.semantics.draws import SameDraws, dice_apart, seed_dice
+from ..parallel.dropout_calls import CallsInstead, holds_dropouts
 from ..parallel.mesh import RankMesh
 from ..parallel.micro_batches import loss_of, num_microbatches, num_samples, split_micro_batches
 from ..parallel.random_numbers import KEEPS_ALL, RandomNumbers, of_micro_batch
@@ -116,7 +117,7 @@ def one_process(
     def begins(step: int, place: int) -> None:
         seed_dice(of_micro_batch(SEED, (step, 0), place * plan.micro_batch))
 
-    off = nullcontext() if training.dropout else no_dropout()
+    off = nullcontext() if training.dropout else no_dropout(model)
     with off, nullcontext() if training.dropout else draws, dice_apart():
         for step, batch in enumerate(batches, start=1):
             shares = [_micro_batches(share, plan) for share in shares_of(batch, plan)]
@@ -181,7 +182,7 @@ def _evaluated(
 def unsplit(loaded: LoadedModel, plan: Plan, batch: Batch) -> RunResult:
     """The first step's loss and gradients of a global batch that goes through one process as it is, in one forward."""
     model = in_training(_seeded(loaded))
-    with no_dropout(), SameDraws():
+    with no_dropout(model), SameDraws():
         loss = _accumulate([model], [with_own_loss(loaded)], [[batch]])
     named = model.named_parameters(remove_duplicate=False)
     gradients = {n: p.grad for n, p in named if p.grad is not None}
@@ -198,6 +199,7 @@ class Together:
 
     def __init__(self, replicas: Sequence[nn.Module]) -> None:
         self.drew = False
+        self._held = holds_dropouts(replicas[0])
         self._count = len(replicas)
         self._barrier = threading.Barrier(self._count)
         self._shared: list[torch.Tensor | None] = [None] * self._count
@@ -218,7 +220,7 @@ class Together:
 
         def alone(run: Callable[[], torch.Tensor]) -> torch.Tensor:
             try:
-                with SameDraws() as draws:  # modes are a thread's own
+                with SameDraws() as draws, _held_too(self._held):  # modes are a thread's own
                     loss = run()
                 self.drew |= draws.drew
                 return loss
@@ -306,10 +308,8 @@ def _hand_on(replicas: Sequence[nn.Module]) -> None:
 
 
 @contextmanager
-def no_dropout() -> Iterator[None]:
-    """Every dropout keeps everything: two runs that draw differently cannot be compared."""
-    names = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
-    originals = {name: getattr(functional, name) for name in (*names, "scaled_dot_product_attention")}
+def no_dropout(model: nn.Module) -> Iterator[None]:
+    """Every dropout of a model keeps everything: two runs that draw differently cannot be compared."""
 
     def keep_all(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)  # tensors between layers are known by the name of the function that made them
@@ -319,20 +319,35 @@ def no_dropout() -> Iterator[None]:
         setattr(dropout, KEEPS_ALL, True)
         return dropout
 
-    @wraps(originals["scaled_dot_product_attention"])
+    @wraps(_DROPPING["scaled_dot_product_attention"])
     def attend(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("dropout_p", None)
         args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-        return originals["scaled_dot_product_attention"](*args, **kwargs)
+        return _DROPPING["scaled_dot_product_attention"](*args, **kwargs)
 
-    for name in names:
-        setattr(functional, name, keep_all(originals[name]))
-    functional.scaled_dot_product_attention = attend
+    held = holds_dropouts(model)
+    for name, original in _DROPPING.items():
+        setattr(functional, name, attend if name == "scaled_dot_product_attention" else keep_all(original))
     try:
-        yield
+        with _held_too(held):
+            yield
     finally:
-        for name, original in originals.items():
+        for name, original in _DROPPING.items():
             setattr(functional, name, original)
+
+
+_DROPPING = {
+    name: getattr(functional, name)
+    for name in (
+        *("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"),
+        "scaled_dot_product_attention",
+    )
+}
+
+
+def _held_too(held: bool) -> AbstractContextManager[Any]:
+    """What stands under torch's names now is called, too, where a model holds torch's functions themselves."""
+    return CallsInstead({_DROPPING[name]: getattr(functional, name) for name in _DROPPING}) if held else nullcontext()
 
 
 def copied(batch: Any) -> Any:

@@ -321,7 +321,7 @@ def _one_rank(
     losses: list[float] = []
     norms: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
-    with nullcontext() if training.dropout else no_dropout(), SameDraws() if draws else nullcontext():
+    with nullcontext() if training.dropout else no_dropout(trainer.model), SameDraws() if draws else nullcontext():
         for batch in batches:
             metrics = trainer.step(shares_of(batch, plan)[trainer.data_rank])
             losses.append(metrics.loss)

@@ -1,14 +1,17 @@
 """Where a model calls torch's dropouts, as far as its attributes and the code of its classes say it."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ...profiler.model.code_state import ReachedCode
 from ...profiler.model.held_tensors import HeldTensors
@@ -162,3 +165,26 @@ def _words(code: CodeType) -> Iterator[str]:
             yield from _words(constant)
         elif isinstance(constant, tuple):  # names of arguments in a call
             yield from (each for each in constant if isinstance(each, str))
+
+
+class CallsInstead(TorchFunctionMode):
+    """Calls other functions in place of some of torch's, from wherever these are called."""
+
+    def __init__(self, instead: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+        super().__init__()
+        self._instead = instead
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.backward, torch.autograd.backward) and not kwargs.get("inputs"):
+            with self:  # layers may run again in it
+                return self._backward(*args, **kwargs)
+        return self._instead.get(func, func)(*args, **kwargs)
+
+    @staticmethod
+    def _backward(outputs: Any, gradient: Any = None, **kwargs: Any) -> None:
+        """torch's, of edges of the graph: of tensors a mode would be asked again."""
+        edges = [get_gradient_edge(output) for output in tree_leaves(outputs)]
+        torch.autograd.backward(edges, kwargs.pop("grad_tensors", gradient), **kwargs)

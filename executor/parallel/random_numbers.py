@@ -20,7 +20,7 @@ begin so.
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -28,9 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...planner.plan.document import Plan
@@ -42,7 +40,7 @@ from ...profiler.semantics.distributions import unvalidated
 from ...profiler.semantics.draws import dice_apart, seed_dice
 from ...profiler.semantics.token_marks import Held, mark_of, own_shape, set_mark, taken, whole_shape
 from ..torch_compat import in_backward
-from .dropout_calls import DropoutName, dropout_names, drops, holds_dropouts
+from .dropout_calls import CallsInstead, DropoutName, dropout_names, drops, holds_dropouts
 from .mesh import RankMesh
 from .rehearsal import copied
 from .shared_gradients import hand_on_difference, out_of_sight
@@ -371,34 +369,11 @@ def _replaced(
     try:
         for place in places:
             place.namespace[place.name] = instead[place.original]
-        with _CallsInstead(instead) if held else nullcontext():
+        with CallsInstead(instead) if held else nullcontext():
             yield
     finally:
         for place, replaced in zip(places, before, strict=True):
             place.namespace[place.name] = replaced
-
-
-class _CallsInstead(TorchFunctionMode):
-    """Calls other functions in place of some of torch's, from wherever these are called."""
-
-    def __init__(self, instead: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
-        super().__init__()
-        self._instead = instead
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.Tensor.backward, torch.autograd.backward) and not kwargs.get("inputs"):
-            with self:  # layers may run again in it
-                return self._backward(*args, **kwargs)
-        return self._instead.get(func, func)(*args, **kwargs)
-
-    @staticmethod
-    def _backward(outputs: Any, gradient: Any = None, **kwargs: Any) -> None:
-        """torch's, of edges of the graph: of tensors a mode would be asked again."""
-        edges = [get_gradient_edge(output) for output in tree_leaves(outputs)]
-        torch.autograd.backward(edges, kwargs.pop("grad_tensors", gradient), **kwargs)
 
 
 _torchs_dropout = torch.dropout
