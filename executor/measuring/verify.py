@@ -99,8 +99,8 @@ class VerifyReport:
             lines.append(
                 f"  splitting the batch, with one process or many, changes the {d.what}: {d.one_process:.7g} with all "
                 f"samples in one forward, {d.plan:.7g} in the plan's micro-batches (relative difference "
-                f"{d.relative:.1e}): samples see each other (batch norm, a loss over pairs), or a forward follows on "
-                "the one before"
+                f"{d.relative:.1e}): samples see each other (batch norm, a loss over pairs), a forward follows on the "
+                "one before, or draws one of Python's or numpy's random numbers for all of its samples"
             )
         alike = " that splits its batch alike" if self.splitting is not None else ""
         if self.first is None:
