@@ -8,7 +8,7 @@ polish.py goes on from the best of them.
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import combinations, pairwise
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost.chain import Chain
-from ..cost.kept import memo_by
+from ..cost.kept import memo, memo_by
 from ..cost.priced_layer import LayerCost
 from ..cost.simulate import least_step_s, simulated_step_s
 from ..cost.stage_cost import StageCost, allocated_on_one
@@ -405,12 +405,13 @@ _Stages = tuple[tuple[Choice, StageCost], ...]
 
 @dataclass(frozen=True)
 class _OptionStep:
-    """Layers of one run of a stage that go on from one option to one that holds less."""
+    """Layers of one run of a stage that go on from one option to one that holds so many bytes less each."""
 
-    stage: int
     run: int
     layers: int
-    option: int
+    before: int
+    after: int
+    saved: float
     price: float
 
 
@@ -442,18 +443,19 @@ class Known:
     def _fitting(self, held: HeldStages) -> _Stages | None:
         """Every layer takes its fastest option, or as many of all layers of the rank as it must go on to one that holds
         less, those first that pay least for a byte."""
-        steps = sorted(self._steps(held), key=lambda step: step.price)
-        total = sum(step.layers for step in steps)
+        of_stages = [(step, place) for place, stage in enumerate(held) for step in self._steps(*stage)]
+        of_stages.sort(key=lambda each: each[0].price)
+        total = sum(step.layers for step, _ in of_stages)
+        fastest = [self._fastest(*stage) for stage in held]
 
         def taken(number: int) -> _Stages:
             left = number
-            counts = [self._fastest(*stage) for stage in held]
-            for step in steps:
+            counts = [[row.copy() for row in rows] for rows in fastest]
+            for step, place in of_stages:
                 moved = min(left, step.layers)
-                row = counts[step.stage][step.run]
-                hull = self._hull(*held[step.stage][::2], self._runs(held[step.stage][1])[step.run])
-                row[hull[hull.index(step.option) - 1]] -= moved
-                row[step.option] += moved
+                row = counts[place][step.run]
+                row[step.before] -= moved
+                row[step.after] += moved
                 left -= moved
                 if not left:
                     break
@@ -461,35 +463,38 @@ class Known:
 
         budget = self.prices.on(held[0][0]).budget
 
-        def fits(stages: _Stages) -> bool:
-            return allocated_on_one([cost for _, cost in stages]) <= budget
+        def beyond(stages: _Stages) -> float:
+            return allocated_on_one([cost for _, cost in stages]) - budget
 
         found = taken(0)
-        if fits(found):
+        beyond_bytes = beyond(found)
+        if beyond_bytes <= 0:
             return found
         found, low, high = taken(total), 1, total
-        if not fits(found):
+        if beyond(found) > 0:
             return None
+        middle, stride = _number_saving([step for step, _ in of_stages], beyond_bytes), 1
         while low < high:
-            middle = (low + high) // 2
+            middle = middle if low <= middle < high else (low + high) // 2
             fewer = taken(middle)
-            if fits(fewer):
-                found, high = fewer, middle
+            if beyond(fewer) <= 0:
+                found, high, middle = fewer, middle, middle - stride
             else:
-                low = middle + 1
+                low, middle = middle + 1, middle + stride
+            stride *= 2
         return found
 
-    def _steps(self, held: HeldStages) -> Iterator[_OptionStep]:
-        for place, (device, composition, flights) in enumerate(held):
-            costs = self.prices.on(device).costs
-            counts = self.prices.chain.compositions[composition].counts
-            for index, (run, number) in enumerate(zip(self._runs(composition), counts, strict=True)):
-                hull = self._hull(device, flights, run)
-                for before, after in pairwise(hull):
-                    longer = costs[run][after].microbatch_s - costs[run][before].microbatch_s
-                    saved = _held_bytes(costs[run][before], flights) - _held_bytes(costs[run][after], flights)
-                    if number:
-                        yield _OptionStep(place, index, number, after, longer / saved)
+    @memo
+    def _steps(self, device: int, composition: int, flights: InFlight) -> list[_OptionStep]:
+        """Those of a stage."""
+        found, costs = [], self.prices.on(device).costs
+        counts = self.prices.chain.compositions[composition].counts
+        for index, (run, number) in enumerate(zip(self._runs(composition), counts, strict=True)):
+            for before, after in pairwise(self._hull(device, flights, run)) if number else ():
+                longer = costs[run][after].microbatch_s - costs[run][before].microbatch_s
+                saved = _held_bytes(costs[run][before], flights) - _held_bytes(costs[run][after], flights)
+                found.append(_OptionStep(index, number, before, after, saved, longer / saved))
+        return found
 
     @memo_by(lambda self, device, flights, run: (flights, id(self.prices.on(device).costs[run])))
     def _hull(self, device: int, flights: InFlight, run: int) -> list[int]:
@@ -510,6 +515,7 @@ class Known:
         item = self.prices.chain.compositions[composition]
         return range(item.first_run, item.last_run + 1)
 
+    @memo
     def _fastest(self, device: int, composition: int, flights: InFlight) -> list[list[int]]:
         """[run of the composition][option] -> layers, all at the fastest."""
         counts = self.prices.chain.compositions[composition].counts
@@ -587,7 +593,7 @@ class Known:
         busy_s = sum(cost.microbatch_s for cost in fastest)
         if self.prices.shape.virtual_stages == 1:  # what is held depends on turns of passes
             return busy_s
-        prices = np.array([0.0, *sorted({step.price for step in self._steps(held)})])
+        prices = np.array([0.0, *sorted({step.price for stage in held for step in self._steps(*stage)})])
         room = self.prices.on(held[0][0]).budget - sum(c.allocated_bytes - c.items["transient"] for c in fastest)
         least_s, least_bytes, transient = np.zeros(len(prices)), 0.0, 0.0
         for device, composition, flights in held:
@@ -624,6 +630,16 @@ class Known:
             return None
         step_s = simulated_step_s(*passes, [cost.weight_s for cost in costs])
         return Assignment(step_s, tuple(compositions), tuple(choices)) if step_s < cutoff_s else None
+
+
+def _number_saving(steps: Sequence[_OptionStep], size: float) -> int:
+    """How many layers go on until they hold so many bytes less, one step after the other; all if that is not enough."""
+    number = 0
+    for step in steps:
+        if step.layers * step.saved >= size:
+            return number + math.ceil(size / step.saved)
+        number, size = number + step.layers, size - step.layers * step.saved
+    return number
 
 
 def _held_bytes(cost: LayerCost, flights: InFlight) -> float:
