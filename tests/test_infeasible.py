@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.planner.answers import infeasible
+from meshwright.planner.answers import fitting, infeasible
 from meshwright.planner.answers import search as answers_search
 from meshwright.planner.answers.check import check
 from meshwright.planner.answers.fitting import (
@@ -198,6 +198,23 @@ def test_uneven_stages_that_fit_are_found_without_a_search(monkeypatch: pytest.M
     monkeypatch.setattr(Explorer, "explore", None)
 
     assert fits(Explorer(model, on, job()), PIPELINE_ONLY, math.inf)
+
+
+def test_a_number_of_gpus_is_searched_however_long_the_leanest_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, on = units(3, 3, 1, 1), cluster(1, 2, device(memory=0.8e9))
+    explorer, until = Explorer(model, on, job()), 0.0
+
+    def took_long(*_: object) -> None:
+        nonlocal until
+        until = explorer.chain.deadline_s
+        time.sleep(0.1)
+
+    monkeypatch.setattr(fitting, "_first_solved", took_long)
+    limit = time.monotonic() + 0.05
+
+    assert fits(explorer, PIPELINE_ONLY, limit) is False
+    assert time.monotonic() > limit
+    assert until <= limit + fitting.LEAN_S
 
 
 @pytest.mark.slow

@@ -39,6 +39,9 @@ LEAN_TRIED = 3
 """Of the shapes that hold least those that are cut as they must be, to see whether one fits: a few milliseconds each,
 half a second where many kinds of layers take turns. (DeepSeek-V3 on 192 GPUs: the first does; a search took 3.6 s.)"""
 
+LEAN_S = 1.0
+"""Seconds for those of one number of GPUs: where they do not fit, it may take long to show that of all their cuts."""
+
 PRECISE = 0.005
 """So near, in device memory, the plan that is over by least is looked for."""
 
@@ -114,7 +117,7 @@ def closest_of_all(explorer: Explorer, pins: Pins, even: Closest, deadline: floa
         roomier = Explorer(
             explorer.profile, _with_memory(explorer.cluster, middle), explorer.training, explorer.framework
         )
-        found = roomier.explore(pins, deadline, near=0, any_will_do=True)
+        found = roomier.explore(pins, max(deadline, time.monotonic() + EACH_S), near=0, any_will_do=True)
         if found.best is not None:
             plan = explorer.plan_of(found.best)
             closest = Closest(plan, estimate(plan, explorer.profile))
@@ -216,9 +219,9 @@ def _held(explorer: Explorer, kind: object, shape: Shape, option: LayerOption) -
     return shape.in_flight(0) * cost.kept_bytes + cost.held_bytes
 
 
-def fits(explorer: Explorer, pins: Pins, deadline: float) -> bool | None:
+def fits(explorer: Explorer, pins: Pins, deadline: float = 0.0) -> bool | None:
     """Whether a plan fits: there is room for the state, and one of the leanest does, cut evenly or as it must be, or
-    any of the space that is found until the deadline; None where that leaves it open."""
+    any of the space that is found until the deadline, or in `EACH_S` after those; None where that leaves it open."""
     if filled_by_state(explorer, pins) >= 1:
         return False
     lean: list[tuple[float, Shape]] = []
@@ -226,9 +229,10 @@ def fits(explorer: Explorer, pins: Pins, deadline: float) -> bool | None:
         if over <= 0:
             return True
         lean.append((over, shape))
-    if _first_solved(explorer, pins, lean) is not None:
-        return True
-    found = explorer.explore(pins, deadline, near=0, any_will_do=True)
+    with explorer.until(time.monotonic() + LEAN_S):
+        if _first_solved(explorer, pins, lean) is not None:
+            return True
+    found = explorer.explore(pins, max(deadline, time.monotonic() + EACH_S), near=0, any_will_do=True)
     if found.best is not None:
         return True
     return False if found.nothing_fits else None
@@ -317,7 +321,7 @@ def smallest_cluster(explorer: Explorer, pins: Pins, deadline: float) -> Fewest:
         return Explorer(explorer.profile, grown(cluster, count), explorer.training, explorer.framework)
 
     def would_do(count: int) -> bool | None:
-        return fits(with_gpus(count), free, max(deadline, time.monotonic() + EACH_S))
+        return fits(with_gpus(count), free, deadline)
 
     inside = range(here + 1, per_host + 1)
     hosts = range(here // per_host + 1, MOST_GPUS * max(1, here // per_host) + 1)

@@ -23,7 +23,6 @@ from .blame import blamed
 from .explain import does_not_fit
 from .fitting import (
     CLOSEST_S,
-    EACH_S,
     SEARCHED_S,
     Closest,
     Fewest,
@@ -188,7 +187,7 @@ def _changes(explorer: Explorer, pins: Pins, smallest: Fewest, closest: Closest)
     adapters = explorer.profile.source.partition(LORA)[2]
     if adapters and not any(each.kept_as for of in explorer.profile.classes for each in of.parameters):
         halved = Explorer(in_bf16(explorer.profile), explorer.cluster, explorer.training, explorer.framework)
-        if fits(halved, pins, time.monotonic() + EACH_S):
+        if fits(halved, pins):
             yield f"a base in 16 bits (--lora {adapters},base=bf16)"
     cluster, by_flags = explorer.cluster, made_by_flags(explorer.cluster)
     if smallest.count is not None:
@@ -196,7 +195,7 @@ def _changes(explorer: Explorer, pins: Pins, smallest: Fewest, closest: Closest)
         perhaps = "" if smallest.shown else ", perhaps fewer"
         free = with_any_degrees(pins)
         larger_one = Explorer(explorer.profile, grown(cluster, smallest.count), explorer.training, explorer.framework)
-        as_pinned = free == pins or fits(larger_one, pins, time.monotonic() + EACH_S)
+        as_pinned = free == pins or fits(larger_one, pins)
         other = "" if as_pinned else " with other degrees than are pinned"
         yield f"{smallest.count} {kind}{other}{perhaps}" + (f" (--gpus {smallest.count})" if by_flags else "")
     memory = closest.needed * cluster.device.memory
@@ -204,7 +203,7 @@ def _changes(explorer: Explorer, pins: Pins, smallest: Fewest, closest: Closest)
     for device in larger:
         same = cluster_of(device, cluster.num_devices)
         on = Explorer(explorer.profile, same, explorer.training, explorer.framework)
-        if fits(on, pins, time.monotonic() + EACH_S):
+        if fits(on, pins):
             named = f"--device {device.name}" if by_flags else f"such as {device.name}"
             yield f"devices with {format_bytes(device.memory)} ({named})"
             break

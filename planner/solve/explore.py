@@ -212,7 +212,7 @@ class Explorer:
         """The best stages of a shape that were found as far as time allows, if they are faster than `cutoff_s`. near:
         cuts that may come near its bound `least_s`, if any are known."""
         shape = prices.shape
-        with self._until(deadline_s):
+        with self.until(deadline_s):
             if shape.pipeline == 1 and isinstance(prices, StagePrices):
                 return self._on_one_stage(prices, cutoff_s, deadline_s)
             if is_chunked(shape.schedule):
@@ -282,7 +282,7 @@ class Explorer:
         if is_chunked(shape.schedule):
             return solved
         try:
-            with self._until(time.monotonic() + seconds):
+            with self.until(time.monotonic() + seconds):
                 found = solve_master([prices], CLOSER * solved.seconds, seconds)
         except OutOfTimeError:
             return solved
@@ -298,7 +298,7 @@ class Explorer:
         return found + evened(prices, tried) if isinstance(prices, UnequalPrices) else found
 
     @contextmanager
-    def _until(self, deadline_s: float) -> Iterator[None]:
+    def until(self, deadline_s: float) -> Iterator[None]:
         """The best options are looked for until then."""
         for chain in self._chains:
             chain.deadline_s = deadline_s
