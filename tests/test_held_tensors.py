@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.abuse import outcomes
 from benchmarks.abuse.generate import Tree, loaded
 from meshwright.executor.apply import build_on_meta
+from meshwright.executor.measuring.one_rank import without_peers
 from meshwright.executor.state.initialise import Materialiser, empty_values, initial_values
 from meshwright.planner.answers.search import search
 from meshwright.planner.plan.legality import pipeline_rule, sharding_rule, zero_bubble_rule
@@ -20,6 +24,7 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.building import on_meta
+from meshwright.profiler.model.forward_state import undone
 from meshwright.profiler.model.held_tensors import HeldTensors, kept_parameters, whole_because
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
@@ -334,3 +339,15 @@ def test_sparse_buffers_are_on_pipeline_stages() -> None:
 def test_buffers_of_other_layouts_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the buffer edges of .* is sparse_csr.*keep it as sparse COO"):
         trace(beside_a_graph(torch.sparse_csr))
+
+
+def test_held_shards_are_looked_at_without_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with without_peers(0, 2):
+        monkeypatch.setattr(dist, "all_reduce", None)
+        held, layer = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,))), nn.Linear(1, 1)
+        layer.register_forward_hook(lambda *_: held.ndim and None)
+        with undone(layer):
+            layer(torch.ones(1, 1))
+            held.to_local().data.zero_()
+
+        assert held.to_local().tolist() == [1] * 4

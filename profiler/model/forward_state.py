@@ -302,7 +302,7 @@ def _numbers(tensor: torch.Tensor, silent: bool, keep_copy: bool) -> Changeable:
             return True
         if tells is None:
             with _disable_current_modes():
-                tells = torch.equal(value[1], tensor)
+                tells = torch.equal(_own_part(value[1]), _own_part(tensor))
             if not tells:
                 known.clear()
         return not tells
@@ -313,6 +313,13 @@ def _numbers(tensor: torch.Tensor, silent: bool, keep_copy: bool) -> Changeable:
         known[:] = [(version_of(tensor), value[1])] if known else []
 
     return Changeable(take, differs, put)
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor that is spread over ranks: to compare all of it would wait for those, of which some
+    may not have it in their part of the model."""
+    own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return own
 
 
 def _running_statistics(root: nn.Module) -> set[int]:
