@@ -275,15 +275,14 @@ class _OverTokens(_Pair):
         return x + self.down(torch.relu(self.up(x.flatten(0, 1)))).view(x.shape)
 
 
-@pytest.mark.parametrize(("block", "slices"), [(_Pair, True), (_OverTokens, False)])
-def test_columns_whose_tokens_are_not_gathered_run_on_no_slice_of_the_sequence(
-    block: Callable[..., nn.Module], slices: bool
-) -> None:
+def _runs_on_slices(block: Callable[[], nn.Module]) -> bool:
+    """Whether a block with a cut runs on a slice of its sequence."""
+
     class Embedded(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.words, self.head = nn.Embedding(10, 8), nn.Linear(8, 10)
-            self.blocks = nn.ModuleList(block(torch.relu) for _ in range(3))
+            self.blocks = nn.ModuleList(block() for _ in range(3))
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             x = self.words(tokens)
@@ -298,7 +297,62 @@ def test_columns_whose_tokens_are_not_gathered_run_on_no_slice_of_the_sequence(
 
     middle = profile.classes[profile.layers[2].layer_class]
     assert [cut.rows for cut in middle.cuts] == [("down",)]
-    assert (middle.sequence is not None) == slices
+    return middle.sequence is not None
+
+
+@pytest.mark.parametrize(("block", "slices"), [(_Pair, True), (_OverTokens, False)])
+def test_columns_whose_tokens_are_not_gathered_run_on_no_slice_of_the_sequence(
+    block: Callable[..., nn.Module], slices: bool
+) -> None:
+    assert _runs_on_slices(lambda: block(torch.relu)) == slices
+
+
+class _Before(_Pair):
+    """It adds something to its tokens before its column."""
+
+    def __init__(self, added: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(torch.relu)
+        self.added = added
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.added(x))
+
+
+_POSITIONS = torch.randn(12, 8)
+
+
+@pytest.mark.parametrize(
+    ("added", "slices"),
+    slow.but_first(
+        [
+            (lambda x: functional.pad(x, (0, 0, 1, -1)), False),
+            (lambda x: torch.arange(x.shape[1])[:, None] / 12, False),
+            (lambda x: functional.rms_norm(x, (8,)) * x.shape[-1], True),
+            (lambda x: torch.randn_like(x), False),
+            (lambda x: functional.dropout(x, 0.1), True),
+            (lambda x: _POSITIONS.to(x.device)[: x.shape[1]], False),
+            (lambda x: functional.one_hot(torch.arange(x.shape[1]), 12)[:, :8], False),
+            (lambda x: x.roll(1, 1), False),
+            (lambda x: x.flatten(0, 1).roll(1, 0).view_as(x), False),
+            (lambda x: x.flip(1), False),
+            (lambda x: x[:, :1], False),
+            (lambda x: x[:, -1].unsqueeze(1), False),
+            (lambda x: x[:, [0]], False),
+            (lambda x: torch.cat(x.chunk(2, 1)[::-1], 1), False),
+            (lambda x: functional.avg_pool1d(x.mT, 3, 1, 1).mT, False),
+            (lambda x: functional.conv1d(x.mT, torch.ones(8, 1, 3), padding=1, groups=8).mT, False),
+            (lambda x: x / x.shape[1], False),
+            (lambda x: x.view(-1, 2, x.shape[1] // 2, 8).mT.reshape(x.shape), False),
+            (lambda x: x.view(-1, x.shape[1], 2, 4).mT.reshape(x.shape), True),
+            (lambda x: functional.pad(x, (1, -1)), True),
+        ],
+        3,
+    ),
+)
+def test_what_does_not_treat_all_tokens_alike_runs_on_no_slice_of_the_sequence(
+    added: Callable[[torch.Tensor], torch.Tensor], slices: bool
+) -> None:
+    assert _runs_on_slices(lambda: _Before(added)) == slices
 
 
 class _Unlinear(nn.Module):
@@ -494,6 +548,8 @@ def test_fused_gates_are_cut_by_their_parts(interleaved: bool, parts: dict[str, 
             lambda x: x.view(*x.shape[:-1], 4, -1).transpose(-1, -2).flatten(-2),
             lambda x: x.roll(1, -1),
             lambda x: torch.relu(x).flip(-1),
+            lambda x: functional.pad(x, (1, -1)),
+            lambda x: x * x[..., [0]],
         ],
         1,
     ),

@@ -18,6 +18,9 @@ from .run_sizes import RunSizes
 _Like = Callable[[tuple[TensorCut, ...]], Sequence[Observation]]
 """Cuts that are applied -> runs of the layer to compare with."""
 
+_Columns = tuple[tuple[str, ...], ...]
+"""The columns of some cuts, by which they are known."""
+
 
 @dataclass(frozen=True)
 class Costed:
@@ -56,15 +59,20 @@ def layer_class_of(
         assert degree is not None
         like = _runs_like(fake, chain, sizes, index, cuts, whole)
 
+        cut_runs: dict[_Columns, Observation] = {}
+
         def costs(applied: tuple[TensorCut, ...]) -> Costs:
             runs = _cut_runs(fake, chain, sizes, index, applied, degree, whole)
+            cut_runs[_columns(applied)] = runs[0]
             return fitted_costs(like(applied), runs, degree, names)
 
         tensor = costs(cuts)
         if len(cuts) > 1:
             alone = tuple(costs((cut,)) for cut in cuts)
         if slices:
-            cuts, sequence, without = _sequence_costs(fake, chain, sizes, index, cuts, degree, whole, like, names)
+            cuts, sequence, without = _sequence_costs(
+                fake, chain, sizes, index, cuts, degree, whole, like, names, cut_runs
+            )
     layer_class = LayerClass(
         name=_class_name(fake, layer),
         parameters=_parameters(fake, layer),
@@ -166,9 +174,11 @@ def _sequence_costs(
     whole: Sequence[Observation],
     like: _Like,
     parts: tuple[str, ...],
+    cut_runs: dict[_Columns, Observation],
 ) -> tuple[tuple[TensorCut, ...], Costs | None, tuple[Costs | None, ...]]:
     """Cuts that say where to gather, costs with the rest on a slice of the sequence, and [cut] -> those with that one
-    left whole. None where no trial works."""
+    left whole. None where no trial works. cut_runs: runs in some of the cuts on the whole sequence, others are added.
+    """
     if sizes.seq_len is None or sizes.seq_len % degree or not any(cut.rows for cut in cuts):
         return cuts, None, ()
     if any(
@@ -189,7 +199,9 @@ def _sequence_costs(
 
         try:
             first = runs(whole[:1])
-            if sequence_problem(like(way)[0], first[0], way, degree, leaving):
+            if (key := _columns(way)) not in cut_runs:
+                cut_runs[key] = _cut_runs(fake, chain, sizes, index, way, degree, whole[:1])[0]
+            if sequence_problem(like(way)[0], cut_runs[key], first[0], way, degree, leaving):
                 return None
             return fitted_costs(like(way), [*first, *runs(whole[1:])], degree, parts)
         except ValueError:
@@ -201,6 +213,10 @@ def _sequence_costs(
             rest = [tuple(other for other in way if other is not cut) for cut in way]
             return way, found, tuple(tried(others) if others else None for others in rest)
     return cuts, None, ()
+
+
+def _columns(cuts: Sequence[TensorCut]) -> _Columns:
+    return tuple(cut.columns for cut in cuts)
 
 
 def _class_name(fake: FakeModel, layer: Layer) -> str:

@@ -18,9 +18,15 @@ from .tensor_modules import features, is_convolution
 
 
 def sequence_problem(
-    whole: Observation, cut: Observation, cuts: Sequence[TensorCut], degree: int, output_dims: Sequence[int | None]
+    whole: Observation,
+    unsliced: Observation,
+    cut: Observation,
+    cuts: Sequence[TensorCut],
+    degree: int,
+    output_dims: Sequence[int | None],
 ) -> str:
-    """Why a layer cannot run on a slice of the sequence, as the trial `cut` shows; "" if it can."""
+    """Why a layer cannot run on a slice of the sequence, as the trial `cut` shows; "" if it can. unsliced: the same
+    cuts on the whole sequence."""
     for spec, sliced, dim in zip(whole.outputs, cut.outputs, output_dims, strict=True):
         expected = list(spec.shape)
         if dim is not None:
@@ -37,7 +43,23 @@ def sequence_problem(
 
     runs = aligned(outside_banks(whole), outside_banks(cut))
     columns = {column for group in cuts if group.rows for column in group.columns}
-    return reduction_problem(*runs, rows) or _gathering_problem(*runs, columns)
+    return (
+        reduction_problem(*runs, rows)
+        or _gathering_problem(*runs, columns)
+        or _slicing_problem(*aligned(outside_banks(unsliced), outside_banks(cut)))
+    )
+
+
+def _slicing_problem(whole: Sequence[Op], sliced: Sequence[Op]) -> str:
+    """An operator that does not do to each token what it does to any other, wherever it is: one that numbers or counts
+    them, moves them, takes some or joins them in pairs. The runs differ in nothing but the slices. "" if there is
+    none."""
+    if [op.name for op in whole] != [op.name for op in sliced]:
+        return "because the layer runs other operators on a slice of the sequence"
+    for a, b in zip(whole, sliced, strict=True):
+        if any(len(_changed(u, v)) > 1 for u, v in zip(a.outputs, b.outputs, strict=True)):
+            return f"because {a.name} in {a.module or 'the layer'} joins tokens in pairs"
+    return number_problem(whole, sliced, set()) or _moving_problem(whole, sliced, set(), set())
 
 
 def _gathering_problem(whole: Sequence[Op], cut: Sequence[Op], columns: set[str]) -> str:
@@ -253,7 +275,7 @@ def _treats_alike(op: Op, changed: Sequence[Sequence[int]]) -> bool:
         return last < 2
     if pooled is not None:
         return last < len(op.inputs[0].shape) - int(pooled[1])
-    if op.name in _ALONG_ONE_DIM:
+    if op.name.removesuffix("_") in _ALONG_ONE_DIM:
         dim = op.arguments[0] if op.arguments else -1  # glu's
         return dim % len(op.inputs[0].shape) not in changed[0]
     if op.name in ("tril", "triu"):
@@ -313,7 +335,12 @@ def order_problem(whole: Sequence[Op], cut: Sequence[Op], trial: TensorCut) -> s
     }
     made = {name: {s for view in views for s in made_alike(whole, view)} for name, views in columns.items()}
     fused = set().union(*(made[name] for name in trial.parts))
-    own = set().union(*made.values())
+    return _moving_problem(whole, cut, set().union(*made.values()), fused)
+
+
+def _moving_problem(whole: Sequence[Op], cut: Sequence[Op], own: set[int], fused: set[int]) -> str:
+    """The same of any operators. own: storages of what columns give, of which _moves has no say; fused: of those that
+    give several parts."""
     folded: dict[View, int] = {}
     for a, b in zip(whole, cut, strict=True):
         where = f"in {a.module or 'the layer'}"
@@ -368,9 +395,9 @@ def _keeps_folded(whole: Op, cut: Op, folded: dict[View, int]) -> bool:
     return True
 
 
-_ADDS_PLACES = {"cat", "repeat", "constant_pad_nd"}
+_ADDS_PLACES = {"cat", "repeat"}
 _CHANGES_PLACES = {"roll", "flip"}
-_PICKS_ANYWHERE = {"diagonal", "as_strided"}
+_PICKS_ANYWHERE = {"diagonal", "as_strided", "unfold"}
 
 
 def _moves(whole: Op, cut: Op, place: int, columns: set[int]) -> bool:
@@ -385,6 +412,10 @@ def _moves(whole: Op, cut: Op, place: int, columns: set[int]) -> bool:
     if whole.name in _CHANGES_PLACES:
         moved = whole.arguments[-1] or range(len(given.shape))
         return any(dim % len(given.shape) in dims for dim in moved)
+    if whole.name == "constant_pad_nd" and any(_padded(whole, dim) for dim in dims):
+        return True
+    if whole.name == "index" and not any(map(_changed, whole.outputs, cut.outputs)):
+        return True
     if whole.name in _ADDS_PLACES:
         added = len(whole.outputs[0].shape) - len(given.shape)
         return added >= 0 and any(whole.outputs[0].shape[dim + added] != given.shape[dim] for dim in dims)
@@ -396,6 +427,12 @@ def _moves(whole: Op, cut: Op, place: int, columns: set[int]) -> bool:
             if any(made.shape[dim] != given.shape[dim] for dim in dims) if same else not _changed(made, part):
                 return True
     return False
+
+
+def _padded(pad: Op, dim: int) -> bool:
+    """Whether a pad adds or takes places along a dim of its input: its numbers begin with the last dim."""
+    first = 2 * (len(pad.inputs[0].shape) - 1 - dim)
+    return any(pad.arguments[0][first : first + 2])
 
 
 def _changed(whole: View, cut: View) -> list[int]:
