@@ -212,9 +212,23 @@ def test_what_reduces_over_the_cut_features_forbids_the_cut(between: Callable[[t
     assert _cuts_between(between) == ()
 
 
-def test_noise_for_what_is_cut_forbids_the_cut_and_dropout_does_not() -> None:
-    noisy = _Pair(lambda x: x + 0.1 * torch.randn_like(x))
-    dropping = _Pair(lambda x: functional.dropout(x, 0.1), 64)
+@pytest.mark.parametrize(
+    ("noise", "operator"),
+    slow.but_first(
+        [
+            (lambda x: x * torch.empty_like(x).bernoulli_(0.9), "bernoulli_"),
+            (lambda x: x + 0.1 * torch.randn_like(x), "randn_like"),
+            (lambda x: torch.native_dropout(x, 0.1, True)[0], "native_dropout"),
+            (lambda x: functional.alpha_dropout(x, 0.1, True), "bernoulli_"),
+        ],
+        1,
+    ),
+)
+def test_noise_for_what_is_cut_forbids_the_cut_and_dropout_does_not(
+    noise: Callable[[torch.Tensor], torch.Tensor], operator: str
+) -> None:
+    noisy = _Pair(noise)
+    dropping = _Pair(lambda x: functional.dropout(functional.dropout1d(x, 0.1), 0.1, inplace=True), 64)
 
     model = nn.Sequential(noisy, dropping, nn.Flatten())
     profile = trace(
@@ -222,7 +236,7 @@ def test_noise_for_what_is_cut_forbids_the_cut_and_dropout_does_not() -> None:
     )
 
     assert [profile.classes[layer.layer_class].cuts != () for layer in profile.layers[:2]] == [False, True]
-    assert any("randn_like in the layer draws for what is cut, and every rank would" in n for n in profile.notes)
+    assert any(f"{operator} in the layer draws for what is cut, and every rank would" in n for n in profile.notes)
 
 
 class _Centred(torch.autograd.Function):

@@ -15,9 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...profiler.model.code_state import ReachedCode
 from ...profiler.model.held_tensors import HeldTensors
-
-DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
-"""Functions that drop elements, or whole features."""
+from ...profiler.semantics.draws import DROPOUTS
 
 _ATTENTION = "scaled_dot_product_attention"
 

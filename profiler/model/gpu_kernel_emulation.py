@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any, Self
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ..semantics.distributions import unvalidated
+from ..semantics.draws import DROPOUTS
 from .fake_modes import LeanFakeMode
 from .repeated_forwards import repeating_under
 
@@ -70,8 +72,12 @@ class _Kernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is _attention:
             return _without_dropout(*args, **kwargs)
-        if func is functional.dropout or func is torch.dropout:
-            return _dropout(func, *args, **kwargs)
+        if func in _DROPOUTS:
+            before = _in_dropout.set(True)
+            try:
+                return _dropout(func, *args, **kwargs)
+            finally:
+                _in_dropout.reset(before)
         if func is torch.lstm and _can_be_fused(*args):
             return _lstm(*args, **kwargs)
         if func is torch.Tensor.__setitem__ and _is_by_mask(*args):
@@ -114,6 +120,16 @@ def _without_dropout(
     return output
 
 
+def in_dropout() -> bool:
+    """Whether an operator runs in one of torch's dropouts, which the executor draws by the sample."""
+    return _in_dropout.get()
+
+
+_in_dropout = ContextVar("in_dropout", default=False)
+
+_DROPOUTS = (*(getattr(functional, name) for name in DROPOUTS), torch.dropout)
+
+
 def _dropout(
     func: Callable[..., Any],
     input: torch.Tensor,
@@ -123,10 +139,8 @@ def _dropout(
     **more: Any,
 ) -> torch.Tensor:
     training = more.get("train", training)
-    if inplace or not training or p == 0.0:
-        kept: torch.Tensor = (
-            func(input, p, training, inplace) if func is functional.dropout else func(input, p, training)
-        )
+    if inplace or not training or p == 0.0 or func not in (functional.dropout, torch.dropout):
+        kept: torch.Tensor = func(input, p, training) if func is torch.dropout else func(input, p, training, inplace)
         return kept
     return torch.native_dropout(input, p, True)[0]
 

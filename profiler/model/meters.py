@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..semantics.producers import unwrapped
-from .gpu_kernel_emulation import Mode, device_of, tensors_in
+from .gpu_kernel_emulation import Mode, device_of, in_dropout, tensors_in
 from .model_profile import FP32_BYTES, OpKind, OpPart
 
 aten = torch.ops.aten
@@ -98,6 +98,8 @@ class Op:
     """All but tensors, those that have a name in a call last; of torch.tensor the numbers that it is made of."""
     own: OwnCode = ""
     """Backward only: it ran in a function of the model's own, or in a hook on a gradient."""
+    dropout: bool = False
+    """It ran in one of torch's dropouts, of whose masks each rank takes its own part."""
 
 
 class Storages:
@@ -241,7 +243,7 @@ class Recorder(Mode):
         op.arguments = tuple(a for a in (*args, *kwargs.values()) if not isinstance(a, torch.Tensor))
         if name == "lift_fresh":
             op.arguments = _written_out(args[0])
-        op.own = self.own
+        op.own, op.dropout = self.own, in_dropout()
         self.ops.append(op)
         return out
 

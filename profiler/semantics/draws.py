@@ -10,6 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
+"""torch's functions that drop elements, or whole features, whose masks are drawn by the sample under a plan."""
+
 _NOTHING_DROPPED = ("native_dropout", "_fused_dropout")
 _IN_ORDER = ("randperm",)
 _COMPUTES = ("rrelu", "_cudnn_rnn", "miopen_rnn", "_flash_attention", "_efficient_attention")

@@ -199,10 +199,10 @@ _AS_LARGE = {"empty_like", "full_like", "new_empty", "new_empty_strided", "new_f
 """Operators that make a tensor as another one is, of one number or none."""
 
 _DROPS = {"native_dropout", "bernoulli_"}
-"""Operators of dropouts, of whose masks each rank takes its own part."""
+"""Operators of torch's dropouts, of whose masks each rank takes its own part."""
 
-_DRAWS = {"bernoulli", "rand_like", "randn_like", "normal_", "uniform_", "exponential_"}
-"""Operators that draw what every rank draws alike."""
+_DRAWS = {*_DROPS, "bernoulli", "rand_like", "randn_like", "normal_", "uniform_", "exponential_"}
+"""Operators that draw what every rank draws alike, outside of those."""
 
 _EACH_ALONE = _DROPS | {
     *("complex", "polar", "floor_divide", "embedding", "index", "repeat", "roll", "flip", "constant_pad_nd"),
@@ -226,7 +226,7 @@ def number_problem(whole: Sequence[Op], cut: Sequence[Op], rows: set[str]) -> st
         made = any(u.shape != v.shape for u, v in zip(a.outputs, b.outputs, strict=True))
         if not a.inputs and made and a.name not in _ONE_NUMBER:
             return f"because {a.name} {where} numbers what is cut, from its beginning on every rank"
-        if made and a.name in _DRAWS:
+        if made and a.name in _DRAWS and not a.dropout:
             return f"because {a.name} {where} draws for what is cut, and every rank would draw the same"
         read = [_changed(u, v) for u, v in zip(a.inputs, b.inputs, strict=True)]
         if _counts(a, b, read):
