@@ -308,10 +308,15 @@ def group_norms(flow: Flow, modules: dict[str, nn.Module], between: set[int]) ->
 
 
 def _readers(ops: Sequence[Op], made: View) -> list[View]:
-    """How operators (not views) read a tensor, or what element by element was made of the whole of it."""
-    alike = made_alike(ops, made)
-    reading = (op for op in ops if not op.is_view and not _goes_on(op, alike, math.prod(made.shape)))
-    return [view for op in reading for view in op.inputs if view.storage in alike]
+    """How operators (not views) read a tensor, or what element by element was made of the whole of it: of those that
+    make more of that, what they read beside it (x * x[..., :1])."""
+    alike, size = made_alike(ops, made), math.prod(made.shape)
+    found: list[View] = []
+    for op in ops:
+        if not op.is_view:
+            whole = {(v.shape, v.strides) for v in op.outputs} if _goes_on(op, alike, size) else set()
+            found += [v for v in op.inputs if v.storage in alike and (v.shape, v.strides) not in whole]
+    return found
 
 
 def made_alike(ops: Sequence[Op], made: View) -> set[int]:
