@@ -355,6 +355,7 @@ _POSITIONS = torch.randn(12, 8)
             (lambda x: torch.cat(x.chunk(2, 1)[::-1], 1), False),
             (lambda x: functional.avg_pool1d(x.mT, 3, 1, 1).mT, False),
             (lambda x: functional.conv1d(x.mT, torch.ones(8, 1, 3), padding=1, groups=8).mT, False),
+            (lambda x: functional.group_norm(x.mT, 4).mT, False),
             (lambda x: x / x.shape[1], False),
             (lambda x: x.view(-1, 2, x.shape[1] // 2, 8).mT.reshape(x.shape), False),
             (lambda x: x.view(-1, x.shape[1], 2, 4).mT.reshape(x.shape), True),

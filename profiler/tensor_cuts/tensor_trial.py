@@ -170,12 +170,13 @@ def reduction_problem(whole: Sequence[Op], cut: Sequence[Op], rows: set[str]) ->
 
 
 def _reduces_as_before(a: Op, b: Op) -> bool:
-    """Whether a convolution still sums over all its inputs, or a group norm has groups of the size they had."""
+    """Whether a convolution still sums over all its inputs, or a group norm has groups of the size they had, over as
+    many places."""
     if a.name == "convolution":
         return a.shape is not None and b.shape is not None and a.shape[1] == b.shape[1]
     if a.name == "native_group_norm":
-        (_, channels, _, groups, *_), (_, fewer, _, cut_groups, *_) = a.arguments, b.arguments
-        return bool(channels * cut_groups == fewer * groups)
+        (_, channels, places, groups, _), (_, fewer, own_places, cut_groups, _) = map(_numbers, (a, b))
+        return places == own_places and channels * cut_groups == fewer * groups
     return False
 
 
