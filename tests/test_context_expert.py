@@ -504,6 +504,8 @@ def test_context_without_attention_and_experts_without_a_bank_are_no_use() -> No
         "context: the model has no attention over a sequence by scaled_dot_product_attention, which context ranks "
         "share; scores that a model computes by itself stay whole"
     )
+    of_a_bias = model.model_copy(update={"context_problem": "attention adds a bias that is learned to its scores"})
+    assert context_rule(of_a_bias, 2, 1, "ring") == "context: attention adds a bias that is learned to its scores"
     without_length = model.model_copy(update={"attention_modules": ("block.attention",), "seq_len": None})
     assert "def batch(size, seq_len=2048)" in str(context_rule(without_length, 2, 1, "ring"))
     assert expert_rule(model, 2) == "expert: the model has no banks of experts"

@@ -144,7 +144,8 @@ def context_rule(profile: ModelProfile, context: int, tensor: int, kind: Context
             "context: the batch function does not say how long a sequence is, of which context ranks would have parts; "
             "if the batch has sequences, let it take their length: def batch(size, seq_len=2048)"
         )
-    if profile.seq_len is None or not profile.attention_modules:
+    of_attention = profile.context_problem.startswith("attention ")  # with a learned bias torch takes it apart
+    if profile.seq_len is None or not (profile.attention_modules or of_attention):
         return (
             "context: the model has no attention over a sequence by scaled_dot_product_attention, which context ranks "
             "share; scores that a model computes by itself stay whole"
