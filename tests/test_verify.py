@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from meshwright.executor.measuring import verify
 from meshwright.executor.measuring.local_ranks import RankError, run_local_ranks
-from meshwright.executor.measuring.one_process import RunResult, no_dropout
+from meshwright.executor.measuring.one_process import RunResult, ReplicaTurns, no_dropout
 from meshwright.executor.measuring.shrink import shrunken_config
 from meshwright.executor.measuring.small_plan import shrunken_degrees, small_model, small_plan, small_stages
 from meshwright.executor.measuring.verify import TOLERANCE, Difference, VerifyReport, compared
@@ -450,3 +450,33 @@ def test_what_draws_in_passing_computes_all_the_same() -> None:
     assert x.grad is not None
     torch.testing.assert_close(y.detach(), torch.tensor([-0.4, 3.0]))
     torch.testing.assert_close(x.grad, torch.tensor([0.2, 1.0]))
+
+
+_LOSSES = [0]
+
+
+class _CountsInItsClass(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _CountsInItsClass.calls += 1
+        return super().forward(x)
+
+
+def _counted(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    _LOSSES[0] += 1
+    return output.mean()
+
+
+def test_replicas_of_one_process_count_for_themselves_what_their_code_counts() -> None:
+    loaded = load_model(lambda: _CountsInItsClass(2, 2), batch=lambda size: torch.ones(size, 2), loss=_counted)
+    replicas = [loaded.build() for _ in range(2)]
+    turns = ReplicaTurns(replicas, [loaded] * 2)
+    counts = []
+
+    for number in (0, 1, 1, 0):
+        turns.take(number)
+        _counted(replicas[number](torch.ones(1, 2)), torch.ones(1, 2))
+        counts.append((_CountsInItsClass.calls, _LOSSES[0]))
+
+    assert counts == [(1, 1), (1, 1), (2, 2), (2, 2)]

@@ -1,12 +1,14 @@
 """What one process computes, which plans are compared with: the same training without parallelism."""
 
+import copy
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from torch.utils._pytree import tree_map
 
 from ...planner.plan.document import Degrees, Plan
 from ...profiler.model.building import in_training
-from ...profiler.model.coupling import as_float, with_own_loss
+from ...profiler.model.coupling import as_float
+from ...profiler.model.forward_state import Taken, changed, places_of, put_back, taken
 from ...profiler.model.loaded import Batch, LoadedModel, split_inputs
 from ...profiler.semantics.draws import SameDraws, dice_apart, seed_dice
 from ..parallel.dropout_calls import CallsInstead, holds_dropouts
@@ -96,14 +99,15 @@ def one_process(
     where Python's and numpy's random numbers begin.
 
     A batch goes through in the plan's micro-batches, one after the other. What a forward leaves behind (running
-    averages, counters) is each data rank's own under the plan, so each has a replica of the module here, too.
+    averages, counters, those of files and classes as well) is each data rank's own under the plan, so each has a
+    replica of the module here, too.
     """
     torch.manual_seed(SEED)
     parameters = plan.degrees.data * plan.model.num_parameters
     count = plan.degrees.data if parameters <= _MOST_REPLICATED else 1
     replicas = [in_training(_seeded(loaded)) for _ in range(count)]
     model = replicas[0]
-    alone = [with_own_loss(loaded) for _ in replicas]
+    alone = [_with_own_loss(loaded) for _ in replicas]
     together = Together(replicas) if synced_norms(model) and count > 1 else None
     losses: list[float] = []
     norms: list[float] = []
@@ -112,6 +116,9 @@ def one_process(
     optimizers: list[torch.optim.Optimizer] = []
     draws = SameDraws()
     masks = _masks_of_one_process(plan, replicas) if training.dropout else None
+    turns = (
+        ReplicaTurns(replicas, alone) if together is None and masks is None else None
+    )  # masks have names of files bound to them
     last = copied(batches[-1])  # for the evaluation: models may write into what they are given
 
     def begins(step: int, place: int) -> None:
@@ -122,7 +129,7 @@ def one_process(
         for step, batch in enumerate(batches, start=1):
             shares = [_micro_batches(share, plan) for share in shares_of(batch, plan)]
             with nullcontext() if masks is None else masks.step(step):
-                losses.append(_accumulate(replicas, alone, shares, together, masks, partial(begins, step)))
+                losses.append(_accumulate(replicas, alone, shares, together, masks, partial(begins, step), turns))
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             each = [torch.linalg.vector_norm(as_real(grad), dtype=torch.float64) for grad in grads]
             norms.append(float(torch.stack(each).norm()))
@@ -138,7 +145,7 @@ def one_process(
         drew = draws.drew or (together is not None and together.drew)
         shares = [_micro_batches(share, plan) for share in shares_of(last, plan)]
         return RunResult(
-            losses, norms, gradients, found, eps, drew, _evaluated(replicas, alone, shares, partial(begins, 0))
+            losses, norms, gradients, found, eps, drew, _evaluated(replicas, alone, shares, partial(begins, 0), turns)
         )
 
 
@@ -160,11 +167,14 @@ def _evaluated(
     alone: Sequence[LoadedModel],
     shares: Sequence[Sequence[Any]],
     begins: Callable[[int], None],
+    turns: "ReplicaTurns | None",
 ) -> float | None:
     """Mean loss of a batch in evaluation mode, None where the forward asks for gradients, of which there are none then.
-    shares: [data rank] -> micro-batches. begins: is told that so manieth one does."""
+    shares: [data rank] -> micro-batches. begins: is told that so manieth one does. turns: of the replicas."""
     total, count = 0.0, 0.0
     for i, share in enumerate(shares):
+        if turns is not None:
+            turns.take(i % len(replicas))
         model, loaded = replicas[i % len(replicas)].eval(), alone[i % len(replicas)]
         for place, part in enumerate(share, start=i * len(share)):
             begins(place)
@@ -183,7 +193,7 @@ def unsplit(loaded: LoadedModel, plan: Plan, batch: Batch) -> RunResult:
     """The first step's loss and gradients of a global batch that goes through one process as it is, in one forward."""
     model = in_training(_seeded(loaded))
     with no_dropout(model), SameDraws():
-        loss = _accumulate([model], [with_own_loss(loaded)], [[batch]])
+        loss = _accumulate([model], [loaded], [[batch]])
     named = model.named_parameters(remove_duplicate=False)
     gradients = {n: p.grad for n, p in named if p.grad is not None}
     return RunResult([loss], [], gradients, {}, 0.0)
@@ -233,6 +243,33 @@ class Together:
         return torch.stack(found).sum()
 
 
+def _with_own_loss(loaded: LoadedModel) -> LoadedModel:
+    """The model with a loss of its own where that is an object, which may count its calls: others' do not add to it."""
+    if loaded.loss is None or isinstance(loaded.loss, FunctionType | MethodType):
+        return loaded
+    return replace(loaded, loss=copy.deepcopy(loaded.loss))
+
+
+class ReplicaTurns:
+    """Replicas of one process that take turns: what their code, or that of their losses, keeps in files, classes and
+    objects that all of them reach is each one's own, as if each ran in a process of its own."""
+
+    def __init__(self, replicas: Sequence[nn.Module], alone: Sequence[LoadedModel]) -> None:
+        self._replicas, self._alone = replicas, alone
+        self._left = [self._found(number) for number in range(len(replicas))] if len(replicas) > 1 else []
+        self._running = 0
+
+    def take(self, number: int) -> None:
+        """One of them runs from now on."""
+        if number != self._running:
+            self._left[self._running], self._running = self._found(self._running), number
+            put_back(changed(self._left[number]))
+
+    def _found(self, number: int) -> Taken:
+        loss = self._alone[number].loss
+        return taken([*places_of(self._replicas[number]), *([] if loss is None else places_of(loss))])
+
+
 class SharesApart(tuple[Batch, ...]):
     """The shares of data ranks, where a batch cannot be cut into them."""
 
@@ -257,11 +294,12 @@ def _accumulate(
     together: "Together | None" = None,
     masks: RandomNumbers | None = None,
     begins: Callable[[int], None] = lambda place: None,
+    turns: "ReplicaTurns | None" = None,
 ) -> float:
     """Loss of a step; gradients are left on the first replica's parameters. shares: [data rank] -> micro-batches.
     alone: the model with each replica's own loss. together: runs those of all data ranks at once, where a norm looks
-    at all of them. masks: draws dropout's. begins:
-    is told that so manieth micro-batch does, unless they run together."""
+    at all of them. masks: draws dropout's. begins: is told that so manieth micro-batch does, unless they run together.
+    turns: of the replicas."""
     parts = [(i % len(replicas), part) for i, share in enumerate(shares) for part in share]
     weight_of = alone[0].weight
     weights = [1.0 if weight_of is None else float(weight_of(part)) for _, part in parts]
@@ -277,6 +315,8 @@ def _accumulate(
         for place, run in enumerate(runs):
             if masks is not None:
                 masks.micro_batch(place)
+            if turns is not None:
+                turns.take(parts[place][0])
             begins(place)
             loss = run()
             loss.backward()

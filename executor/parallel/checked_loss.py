@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map
 
 from ...profiler.model.forward_state import undone
@@ -19,20 +18,9 @@ _TWICE = 1e-3
 
 @contextmanager
 def uncounted(loss: Callable[[Any, Any], Any] | None) -> Iterator[None]:
-    """Calls of a loss meanwhile leave it as it was, if it is an object: it may count them, or keep averages."""
-    own = loss._loss if isinstance(loss, CheckedLoss) else loss
-    if isinstance(own, nn.Module):
-        with undone(own):
-            yield
-        return
-    found = getattr(own, "__dict__", None)
-    held = found if isinstance(found, dict) else {}  # a class has no dict of its own to write into
-    before = dict(held)
-    try:
+    """Calls of a loss meanwhile leave it as it was: it may count them, or keep averages, in itself or in its file."""
+    with undone(loss._loss if isinstance(loss, CheckedLoss) else loss):
         yield
-    finally:
-        held.clear()
-        held.update(before)
 
 
 class CheckedLoss:

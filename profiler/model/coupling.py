@@ -1,13 +1,11 @@
 """Whether the samples of a batch see each other, in the loss or in the gradients that hooks and functions of the model
 make of it: then a micro-batch is part of what is trained, not only how."""
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -281,12 +279,15 @@ class _RealRun:
             return register(*args, **kwargs)
 
         register = torch.Tensor.register_hook
-        alone = with_own_loss(loaded)
         args, kwargs = split_inputs(module, tree_map(_own, given), loaded.loss is not None)
         put_dice_back(drawn)
-        with undone(module), torch.enable_grad(), patch.object(torch.Tensor, "register_hook", hook):
+        with (
+            undone(module, loaded.loss),
+            torch.enable_grad(),
+            patch.object(torch.Tensor, "register_hook", hook),
+        ):
             output = module(*args, **kwargs)
-            found = scalar(output, loaded) if alone.loss is None else alone.loss(output, given)
+            found = scalar(output, loaded) if loaded.loss is None else loaded.loss(output, given)
             self.loss = float(found.detach())
             counts = any(getattr(part, "scale_grad_by_freq", False) for part in module.modules())
             self.has_own_backward = hooked or counts or has_own_backward([found])
@@ -336,13 +337,6 @@ def _furthest(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor], fl
     least = floor * max(sizes.values(), default=0.0) + 1e-12
     apart = {name: float((own - others[name]).norm()) / max(sizes[name], least) for name, own in some.items()}
     return max(apart.items(), key=lambda item: item[1], default=("", 0.0))
-
-
-def with_own_loss(loaded: LoadedModel) -> LoadedModel:
-    """The model with a loss of its own where that is an object, which may count its calls: others' do not add to it."""
-    if loaded.loss is None or isinstance(loaded.loss, FunctionType | MethodType):
-        return loaded
-    return replace(loaded, loss=copy.deepcopy(loaded.loss))
 
 
 def _half(batch: Batch, loaded: LoadedModel, which: int) -> Batch:

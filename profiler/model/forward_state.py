@@ -44,11 +44,11 @@ Taken = list[tuple[Changeable, Any]]
 
 
 class Reached:
-    """What a module's forward reaches and may change: dicts, each with names in it that are no part of that, names that
-    its code may bind, what else holds others, and tensors but its parameters, by id. iterators: what is taken from
-    these cannot be put back."""
+    """What the forward of a module, or a call of another function or object, reaches and may change: dicts, each with
+    names in it that are no part of that, names that its code may bind, what else holds others, and tensors but its
+    parameters, by id. iterators: what is taken from these cannot be put back."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: Callable[..., Any]) -> None:
         self.dicts: list[tuple[dict[Any, Any], frozenset[str]]] = []
         self.names: list[Names] = []
         self.holders: list[Any] = []
@@ -56,10 +56,14 @@ class Reached:
         self.tensors: dict[int, torch.Tensor] = {}
         held = HeldTensors(self._note, self._hold)
         self._code = ReachedCode(self.names.append, held.look_into)
-        held.enter(root)
-        self.tensors |= {id(buffer): buffer for buffer in root.buffers()}
-        for parameter in root.parameters():
-            self.tensors.pop(id(parameter), None)
+        if isinstance(root, nn.Module):
+            held.enter(root)
+            self.tensors |= {id(buffer): buffer for buffer in root.buffers()}
+        else:
+            held.look_into(root)
+        for module in held.modules:
+            for parameter in module.parameters():
+                self.tensors.pop(id(parameter), None)
 
     def _note(self, place: str, tensor: torch.Tensor) -> torch.Tensor:
         self.tensors.setdefault(id(tensor), tensor)
@@ -104,11 +108,11 @@ def place_of(holder: Any) -> Changeable:
     return _state(lambda: bits.state, partial(setattr, bits, "state"))
 
 
-def places_of(root: nn.Module, keep_copies: bool = False) -> list[Changeable]:
-    """All that the forward of a module may change, parameters apart. keep_copies: of numbers, so that those that nobody
-    has written into are copied once, and not each time that they are taken."""
+def places_of(root: Callable[..., Any], keep_copies: bool = False) -> list[Changeable]:
+    """All that the forward of a module, or a call, may change, parameters apart. keep_copies: of numbers, so that those
+    that nobody has written into are copied once, and not each time that they are taken."""
     reached = Reached(root)
-    silent = _running_statistics(root)
+    silent = _running_statistics(root) if isinstance(root, nn.Module) else set()
     return [
         *map(place_of, reached.holders),
         _entries(reached.dicts),
@@ -143,9 +147,9 @@ def put_back(before: Taken) -> None:
 
 
 @contextmanager
-def undone(root: nn.Module) -> Iterator[None]:
-    """What forwards leave behind meanwhile is put back."""
-    before = taken(places_of(root))
+def undone(*roots: Callable[..., Any] | None) -> Iterator[None]:
+    """What forwards and calls of these leave behind meanwhile is put back. None: of nothing."""
+    before = taken(place for root in roots if root is not None for place in places_of(root))
     try:
         yield
     finally:

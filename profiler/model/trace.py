@@ -192,8 +192,8 @@ def _on_real_tensors(loaded: LoadedModel, decision: str, lengths: bool, progress
 
 
 def _profile(fake: FakeModel, *given: Any) -> ModelProfile:
-    """As _profiled has it; what the model's code counts and draws meanwhile is as before."""
-    with undone(fake.module):
+    """As _profiled has it; what the code of the model and of its loss counts and draws meanwhile is as before."""
+    with undone(fake.module, fake.loaded.loss):
         return _profiled(fake, *given)
 
 
