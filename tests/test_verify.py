@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from meshwright.executor.measuring import verify
 from meshwright.executor.measuring.local_ranks import RankError, run_local_ranks
-from meshwright.executor.measuring.one_process import RunResult, ReplicaTurns, no_dropout
+from meshwright.executor.measuring.one_process import ReplicaTurns, RunResult, no_dropout
 from meshwright.executor.measuring.shrink import shrunken_config
 from meshwright.executor.measuring.small_plan import shrunken_degrees, small_model, small_plan, small_stages
 from meshwright.executor.measuring.verify import TOLERANCE, Difference, VerifyReport, compared
