@@ -344,6 +344,12 @@ def hooked(hook: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[nn.Module,
     return act
 
 
+def hooked_layer(model: Any, x: torch.Tensor) -> torch.Tensor:
+    if not model.layer._backward_hooks:
+        model.layer.register_full_backward_hook(lambda module, given, of_output: (given[0] - given[0].mean(1, True),))
+    return x
+
+
 def kept(model: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         model.mean.add_(x.mean((0, 1)))
@@ -383,6 +389,7 @@ class Centred(torch.autograd.Function):
         ),
         (hooked(lambda grad: grad * 0.5 * torch.arange(grad.shape[1])[:, None]), ""),
         (hooked(lambda grad: grad - grad.mean(1, keepdim=True)), "sub joins tokens with a sum over tokens"),
+        (hooked_layer, "mean in a backward of the model's own (between modules) may join tokens"),
         (kept, "buffer mean keeps what is made of tokens"),
         (scripted, "is called by what torch's functions do not show"),
     ],
@@ -391,6 +398,7 @@ class Centred(torch.autograd.Function):
         "tokens in a backward",
         "a hook on each gradient",
         "a hook on all",
+        "a hook on a module",
         "a buffer",
         "a script",
     ],

@@ -266,6 +266,12 @@ def _hooked(hook: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Ten
     return between
 
 
+def _hooked_module(hook: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    activation = nn.Tanh()
+    activation.register_full_backward_hook(lambda module, given, of_output: (hook(given[0]),))
+    return activation
+
+
 @pytest.mark.parametrize(
     ("between", "is_cut"),
     [
@@ -274,6 +280,8 @@ def _hooked(hook: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Ten
         (_Centred.apply, False),
         (_hooked(lambda gradient: gradient / gradient.norm(dim=-1, keepdim=True)), False),
         (_hooked(lambda gradient: gradient * gradient.shape[-1]), False),
+        (_hooked_module(lambda gradient: gradient * 0.5), True),
+        (_hooked_module(lambda gradient: gradient - gradient.mean(-1, keepdim=True)), False),
     ],
 )
 def test_what_a_model_does_to_gradients_by_itself_may_forbid_a_cut(

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import BackwardHook
 
 from ..semantics.own_code import is_own
 from .meters import OwnCode, Recorder
@@ -32,8 +33,9 @@ def has_own_backward(outputs: Sequence[torch.Tensor]) -> bool:
 
 @contextmanager
 def recorded_as_own(recorder: Recorder) -> Iterator[None]:
-    """Operators of such functions and hooks are written down as the model's own meanwhile."""
-    run, register = BackwardCFunction.apply, torch.Tensor.register_hook
+    """Operators of such functions and hooks are written down as the model's own meanwhile: those of hooks on a module's
+    backward as a function's, for they, too, are given gradients that nobody follows."""
+    run, register, begin = BackwardCFunction.apply, torch.Tensor.register_hook, BackwardHook.__init__
 
     def own(code: OwnCode, function: Callable[..., Any], *args: Any) -> Any:
         before, recorder.own = recorder.own, code
@@ -48,5 +50,15 @@ def recorded_as_own(recorder: Recorder) -> Iterator[None]:
     def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
         return register(tensor, partial(own, "hook", hook) if is_own(hook) else hook)
 
-    with patch.object(BackwardCFunction, "apply", apply), patch.object(torch.Tensor, "register_hook", register_hook):
+    def around(hook: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(own, "function", hook) if is_own(hook) else hook
+
+    def begin_hooks(self: BackwardHook, module: Any, hooks: Any, pre_hooks: Any) -> None:
+        begin(self, module, [around(hook) for hook in hooks], [around(hook) for hook in pre_hooks])
+
+    with (
+        patch.object(BackwardCFunction, "apply", apply),
+        patch.object(torch.Tensor, "register_hook", register_hook),
+        patch.object(BackwardHook, "__init__", begin_hooks),
+    ):
         yield
