@@ -173,6 +173,11 @@ def _check_model(name: str, words: Sequence[str]) -> None:
     if near and not Path(word).exists():
         raise ValueError(f"no such command or file: {word}; did you mean plan {near[0]}? `plan --help` lists them")
     inputs.check_source(word, inputs.MODEL_RULE)
+    if name == "explain" and len(positions) > 1:
+        raise ValueError(
+            f"plan explain takes one plan or model, and {words[positions[1]]!r} is a word more: ask about a layout "
+            f"with --why-not, as in --why-not tp=2; plan explain {word} alone says why the plan is what it is"
+        )
 
 
 def route(words: Sequence[str]) -> tuple[str, list[str]]:

@@ -216,6 +216,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (["verify", "none.json"], "no such plan: none.json"),
         (["show", "profil.jsn"], "no such plan: profil.jsn; did you mean profile.json?"),
         (["plann.py", "--gpus", "8"], "no such file: plann.py; MODEL is a model.py"),
+        (["explain", "plan.json", "tp 2"], "'tp 2' is a word more: ask about a layout with --why-not"),
         (["explain", "plam.json"], "no such file: plam.json; did you mean plan.json?"),
         (
             ["explain", "plan.json", "--gpus", "16", "--pin", "tensor=2"],

@@ -84,6 +84,7 @@ def test_what_is_said_is_kept_and_the_rest_is_left_open() -> None:
         ("tp=", "cannot read 'tp='"),
         ("tp=x", "tensor=x: give a whole number"),
         ("tp=0", "tensor=0: give a whole number"),
+        ("tp=4pp=2", "a space between two words: tensor=4 pp=2"),
         ("tp=3", "does not divide 8 GPUs"),
         ("tp=8 pp=2", "does not divide 8 GPUs"),
         ("tp=2 tp=4", "says tensor twice"),

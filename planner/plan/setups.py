@@ -284,7 +284,9 @@ def _read_words(text: str, where: str, spelling: str = _SPELLING) -> dict[str, s
 
 def _whole_number(value: str, name: str, where: str) -> int:
     if not value.isdecimal() or int(value) < 1:
-        raise ValueError(f"{where}: {name}={value}: give a whole number of at least 1")
+        two = re.fullmatch(r"(\d+)([a-z]+[=:]?\w*)", value)
+        apart = f", and a space between two words: {name}={two[1]} {two[2]}" if two else ""
+        raise ValueError(f"{where}: {name}={value}: give a whole number of at least 1{apart}")
     return int(value)
 
 
