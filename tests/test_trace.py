@@ -13,9 +13,11 @@ from torch.nn import functional
 from meshwright.planner.plan.legality import legal_cuts, sharding_rule
 from meshwright.profiler.model import class_costs
 from meshwright.profiler.model.dimensions import dimensions
+from meshwright.profiler.model.fused_kernels import FusedKernels
 from meshwright.profiler.model.lengths import at_seq_len
 from meshwright.profiler.model.load import load_model
-from meshwright.profiler.model.model_profile import ModelProfile, amount_at, load_profile
+from meshwright.profiler.model.meters import Op, View
+from meshwright.profiler.model.model_profile import ModelProfile, OpKind, amount_at, load_profile
 from meshwright.profiler.model.trace import trace
 from support import slow
 from support.zoo import zoo_profile
@@ -62,6 +64,54 @@ def test_gpt_block_saves_what_autograd_needs() -> None:
     assert amount_at(block.saved.other_bytes, 1) == log_sum_exp_bytes
     assert amount_at(block.saved.elements, 3) == 3 * tokens
     assert amount_at(block.inputs.elements, 1) == length * width
+
+
+def _op(name: str, kind: OpKind, reads: tuple[int, ...], makes: int, module: str = "", draws: bool = False) -> Op:
+    inputs, output = (tuple(View(number, (1,), (1,), 0) for number in numbers) for numbers in (reads, (makes,)))
+    return Op(name, kind, module, False, False, inputs, output, draws=draws)
+
+
+_PRODUCT = _op("mm", "matmul", (0,), 1)
+
+
+def _reads(number: int) -> Op:
+    return _op("mm", "matmul", (number,), 99)
+
+
+@pytest.mark.parametrize(
+    ("forward", "saved", "kept"),
+    [
+        pytest.param(
+            [_PRODUCT, _op("silu", "elementwise", (1,), 2), _op("mul", "elementwise", (2, 1), 3), _reads(3)],
+            {1, 2, 3}, {1, 3}, id="a gate keeps its sides and their product",
+        ),
+        pytest.param(
+            [_op("add", "elementwise", (0,), 1), _op("_to_copy", "copy", (1,), 2, "norm"),
+             _op("mul", "elementwise", (2,), 3, "norm"), _reads(3)],
+            {2, 3}, {1, 3}, id="a norm keeps what enters it, not its copy in fp32",
+        ),
+        pytest.param(
+            [_PRODUCT, _op("relu", "elementwise", (1,), 2), _op("pow", "elementwise", (2,), 3), _reads(3)],
+            {2, 3}, {1, 3}, id="a squared ReLU keeps what it is of",
+        ),
+        pytest.param(
+            [_op("sdpa", "attention", (0,), 1), _op("clone", "copy", (1,), 2), _reads(2)],
+            {1, 2}, {1}, id="another layout is no copy",
+        ),
+        pytest.param(
+            [_PRODUCT, _op("rand", "elementwise", (1,), 2, draws=True), _op("mul", "elementwise", (2, 1), 3)],
+            {2}, {2}, id="what is drawn comes but once",
+        ),
+        pytest.param(
+            [_op("arange", "other", (), 1), _op("cos", "elementwise", (1,), 2), _op("mul", "elementwise", (2, 0), 3)],
+            {2}, set(), id="a table that is made of nothing is made again",
+        ),
+    ],
+)  # fmt: skip
+def test_fused_kernels_keep_what_enters_them(forward: list[Op], saved: set[int], kept: set[int]) -> None:
+    found = FusedKernels.of(forward, saved)
+
+    assert saved - found.dropped | found.entering == kept
 
 
 def test_head_keeps_fp32_log_probabilities() -> None:

@@ -71,6 +71,8 @@ def _changed(base: Costs, alone: list[Costs], peaks_fall: bool) -> Costs:
         backward_transient=peak("backward_transient"),
         put_off=total("put_off"),
         spent=total("spent"),
+        fused=None if any(costs.fused is None for costs in (base, *alone)) else total("fused"),
+        fused_inputs=total("fused_inputs"),
         collectives=_collectives(base, alone),
     )
 

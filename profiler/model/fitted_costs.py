@@ -31,6 +31,8 @@ def fitted_costs(
         backward_transient=fit_bytes([run.backward_transient for run in runs], degree, size),
         put_off=fit_bytes([run.put_off for run in runs], degree, size),
         spent=fit_bytes([run.spent for run in runs], degree, size),
+        fused=fit_bytes([run.fused for run in runs], degree, size),
+        fused_inputs=fit_bytes([run.fused_inputs for run in runs], degree, size),
         collectives=_collectives(cut, parts),
     )
 

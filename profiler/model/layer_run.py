@@ -29,6 +29,7 @@ from .expert_banks import (
     stacked_over,
 )
 from .fake import FakeModel
+from .fused_kernels import FusedKernels
 from .meters import NOTHING, Op, Recorder, Size, Storages
 from .model_profile import SELECTIVELY_KEPT, Producer
 from .own_backward import has_own_backward, recorded_as_own
@@ -91,6 +92,10 @@ class Observation:
     """Gradients that wait for the backward for weights, where that is put off."""
     spent: Size = NOTHING
     """Of what is saved, what that one has no use for."""
+    fused: Size = NOTHING
+    """Kept where kernels are fused."""
+    fused_inputs: Size = NOTHING
+    """Of what arrives, what fused kernels keep and the layer does not save."""
     collectives: list[Collective] = field(default_factory=list)
     outputs: list[TensorSpec] = field(default_factory=list)
     saved_after: int = 0
@@ -255,6 +260,7 @@ class LayerRun:
         seen.selective = self.storages.total(around | kept, elsewhere)
         inner = self._attention_core(forward)
         seen.attention = self.storages.total(self._saved - inner, elsewhere)
+        self._fuse(forward, elsewhere)
         seen.writes_into_kept = _writes_behind(inside, [op.kind in SELECTIVELY_KEPT for op in inside], kept)
         read = {view.storage for op in forward if op.core for view in op.inputs} - inner
         seen.writes_into_attention = _writes_behind(forward, [op.core for op in forward], read)
@@ -284,6 +290,14 @@ class LayerRun:
             )
             for start, stop, without in spans
         )
+
+    def _fuse(self, forward: list[Op], elsewhere: set[int]) -> None:
+        """Account for what fused kernels keep. Of what arrives, each tensor counts once, however it was cut."""
+        fused = FusedKernels.of(forward, self._saved)
+        self.observation.fused = self.storages.total(self._saved - fused.dropped | fused.entering, elsewhere)
+        entering = {self._arrived_as[number] for number in fused.entering if number in self._arrived_as}
+        tensors = [self._leaves[made] for made in self._arriving if made in entering - self._saved_arriving]
+        self.observation.fused_inputs = self.storages.size(*tensors)
 
     def _peak_of(self, start: int, end: int) -> Size:
         """The most that lived at once between two moments, without gradients of weights."""

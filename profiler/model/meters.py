@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ..semantics.draws import draws
 from ..semantics.producers import unwrapped
 from .gpu_kernel_emulation import Mode, device_of, in_dropout, tensors_in
 from .model_profile import FP32_BYTES, OpKind, OpPart
@@ -96,6 +97,8 @@ class Op:
     """Births and deaths of storages until it had run."""
     arguments: tuple[Any, ...] = field(default=(), repr=False)
     """All but tensors, those that have a name in a call last; of torch.tensor the numbers that it is made of."""
+    draws: bool = False
+    """It draws random numbers."""
     own: OwnCode = ""
     """Backward only: it ran in a function of the model's own, or in a hook on a gradient."""
     dropout: bool = False
@@ -243,7 +246,7 @@ class Recorder(Mode):
         op.arguments = tuple(a for a in (*args, *kwargs.values()) if not isinstance(a, torch.Tensor))
         if name == "lift_fresh":
             op.arguments = _written_out(args[0])
-        op.own, op.dropout = self.own, in_dropout()
+        op.own, op.draws, op.dropout = self.own, _draws(func), in_dropout()
         self.ops.append(op)
         return out
 
@@ -267,6 +270,9 @@ _MATMUL = {"mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward
 _NORM = {"_fused_rms_norm", "_fused_rms_norm_backward"}
 _LOSS = {"_log_softmax", "_log_softmax_backward_data"}
 _COPY = {"_to_copy", "clone", "copy_", "cat", "stack", "zeros_like", "fill_", "zero_", "zeros", "ones_like", "ones"}
+
+
+_draws = cache(draws)
 
 
 @cache

@@ -154,6 +154,14 @@ class Costs(Frozen):
     spent: Bytes = Field(
         default=Bytes(), description="of `saved` of a layer that ends in the loss, what that backward has no use for"
     )
+    fused: Bytes | None = Field(
+        default=None,
+        description="the same as `saved` where kernels are fused: what enters a chain of elementwise kernels, not what "
+        "they make on the way (fused_kernels.py); None: not known, as in documents before 2026-11-28",
+    )
+    fused_inputs: Bytes = Field(
+        default=Bytes(), description="of `inputs`, what such kernels keep beside what the layer saves otherwise"
+    )
     collectives: tuple[CollectiveProfile, ...] = ()
 
 
@@ -597,6 +605,7 @@ def fingerprint_of(profile: ModelProfile) -> str:
     left_out: dict[str, Any] = {**dict.fromkeys(told, True), "batch": {"__all__": {"counts_rows"}}}
     left_out["tensors"] = {"__all__": {"varies"}}
     kernels: dict[str, Any] = {"operators": {"__all__": {"kernels"}}}  # amounts tell them, too
+    kernels |= dict.fromkeys(("fused", "fused_inputs"), True)  # operators tell them
     each = {"whole": kernels, "tensor": kernels, "sequence": kernels}
     each |= {"tensor_alone": {"__all__": kernels}, "sequence_without": {"__all__": kernels}}
     left_out["classes"] = {"__all__": each}
