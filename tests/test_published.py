@@ -357,10 +357,15 @@ def test_what_only_notes_tell_of_a_mixture_counts(changes: dict[str, Any], varia
 @pytest.mark.parametrize(
     ("precision", "compile", "software", "assumed"),
     [
-        ("fp8 (torchao float8 tensorwise linear)", None, "fsdp2-compile+torchtitan+low-precision-gathers", True),
+        (
+            "fp8 (torchao float8 tensorwise linear)",
+            None,
+            "fsdp2-compile+torchtitan+compiled-selective+low-precision-gathers",
+            True,
+        ),
         ("fp8-tensorwise", False, "fsdp2-eager+torchtitan+low-precision-gathers", False),
-        ("fp8-rowwise", True, "fsdp2-compile+torchtitan", False),
-        ("mxfp8_cublas", True, "fsdp2-compile+torchtitan", False),
+        ("fp8-rowwise", True, "fsdp2-compile+torchtitan+compiled-selective", False),
+        ("mxfp8_cublas", True, "fsdp2-compile+torchtitan+compiled-selective", False),
         ("bf16", None, "fsdp2-eager+torchtitan", False),
     ],
 )
@@ -536,7 +541,11 @@ BEFORE_ZERO_2 = {"config__framework": "Megatron-DeepSpeed", "cluster__gpu": "V10
         (NEMO | {"software": "NeMo 25.04", "config__precision": "fp8"}, "megatron-core", "fp8"),
         (NEMO | {"config__precision": "fp8 (TE delayed scaling)"}, "megatron-core+delayed-scaling", "fp8"),
         ({"config__framework": "torchtitan (FSDP2)", "config__precision": "mxfp8"}, "fsdp2-eager+torchtitan", "fp8"),
-        ({"config__framework": "torchtitan (FSDP2)", "config__compile": True}, "fsdp2-compile+torchtitan", "bf16"),
+        (
+            {"config__framework": "torchtitan (FSDP2)", "config__compile": True},
+            "fsdp2-compile+torchtitan+compiled-selective",
+            "bf16",
+        ),
         ({"config__framework": "Composer + PyTorch FSDP1", "config__precision": "nvfp4"}, "fsdp1-flash1", "fp4"),
         ({"config__framework": "DeepSpeed ZeRO-3", "notes": "pre-FlashAttention"}, "zero3-2021", "bf16"),
         ({"config__framework": "Megatron-LM", "notes": "FlashAttention; overlap paths off"}, "megatron-2023", "bf16"),

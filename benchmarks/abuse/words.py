@@ -69,7 +69,7 @@ matmul = 0.9
 fusion = 0.6
 
 [mine.memory]
-activations = 0.9
+fuses = true
 """
 
 STEPS = '{"plan": "plan.json", "model": "profile.json", "step_time_s": 0.123}\n'

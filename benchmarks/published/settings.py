@@ -514,11 +514,14 @@ def _software(row: Row, expert: int, assumed: list[str]) -> str:
         "flat-optimizer": framework.startswith("InternEvo"),
         "half-moments": framework.startswith("Megatron-Bridge") and str(row.model["attn_type"]).startswith("MLA"),
         "torchtitan": framework.startswith("torchtitan"),
+        "compiled-selective": stack == "fsdp2-compile" and framework.startswith("torchtitan"),
+        "saves-all": "nvfuser" in framework,
         "low-precision-gathers": _gathers_fp8(row),
         "delayed-scaling": _delays_scales(row),
         "flash-2": _before_fused_attention(row),
         "token-drop": expert > 1 and any(word in row.notes for word in ("tokendrop", "token dropping")),
         "te-kernels": stack == "fsdp2-eager" and "kernels: TE" in row.notes,
+        "loss-in-place": _loses_in_place(row),
         "compiled-loss": framework.startswith("torchtitan") and config["compile"] is True and _is_since_2025(row),
         "fixed-segments": framework.startswith("torchtitan") and row.software == "torch 2024-03",
     }
@@ -557,6 +560,12 @@ def _gathers_fp8(row: Row) -> bool:
     words = str(row.config["precision"])
     scaled = row.is_low_precision and not any(word in words for word in ("row", "mx", "fp4"))
     return str(row.config["framework"]).startswith("torchtitan") and scaled
+
+
+def _loses_in_place(row: Row) -> bool:
+    """Whether the loss of a row is Transformer Engine's, which writes gradients over the logits: where it says that its
+    cross entropy is fused (SimuMax, whose docs/strategy says by which), and in Megatron-Bridge's recipes."""
+    return "cross-entropy fusion on" in row.notes or str(row.config["framework"]).startswith("Megatron-Bridge")
 
 
 def _is_since_2025(row: Row) -> bool:

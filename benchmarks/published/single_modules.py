@@ -2,7 +2,9 @@
 running them again, and bytes not kept for it. What `recompute=parts:...` says is whole submodules of the layer whose
 tensors were seen; published runs name kinds of operators inside of modules, too."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 
@@ -23,8 +25,8 @@ class RepeatingModel(CostModel):
 
     A module is named as in its layer; "module:kind" is its operators of one kind. Which returned tensors would have
     been saved is not in a profile: products' and norms' count, and a third of what elementwise kernels move (two read,
-    one written), so what is saved on memory is rather said too small. In a layer that is recomputed whole nothing is
-    added.
+    one written), so what is saved on memory is rather said too small. Of a chain of fused kernels the last counts. In a
+    layer that is recomputed whole nothing is added.
     """
 
     def __init__(self, plan: Plan, profile: ModelProfile, repeated: tuple[str, ...]) -> None:
@@ -50,7 +52,9 @@ class RepeatingModel(CostModel):
             return kept, working
         _, costs, tensor = self.mode(kind, shape)
         samples, element_bytes = shape.samples, self.training.compute_bytes
-        returned = sum(_returned(op, element_bytes, samples, tensor) for op in again)
+        fuses = self.software.memory.fuses
+        makers = list(_last_of_chains(again)) if fuses else again
+        returned = sum(_returned(op, element_bytes, samples, tensor, fuses) for op in makers)
         all_kept = kept_at(self.layer_class(kind), costs, recompute, samples, element_bytes, tensor)
         freed = min(returned, max(0.0, all_kept - costs.full.at(samples, element_bytes, tensor)))
         freed *= self.software.memory.kept(recompute, self.training.precision)
@@ -79,9 +83,20 @@ def _is_in(op: OpProfile, name: str) -> bool:
     return f"{op.module}.".startswith(f"{module}.") and kind in ("", op.kind)
 
 
-def _returned(op: OpProfile, element_bytes: int, samples: float, tensor: int) -> float:
+def _last_of_chains(operators: Sequence[OpProfile]) -> Iterator[OpProfile]:
+    """Operators whose results fused kernels keep: of neighbours in one module that are no products, the last."""
+    for (_, is_product), chain in groupby(operators, key=lambda op: (op.module, op.kind == "matmul")):
+        found = list(chain)
+        yield from found if is_product else found[-1:]
+
+
+def _returned(op: OpProfile, element_bytes: int, samples: float, tensor: int, fuses: bool) -> float:
+    """Bytes that an operator returns. fuses: in the compute dtype, whatever the profile's operators do in between."""
     if op.kind == "matmul" and op.shape is not None:
         rows, _, columns = (amount_at(side, samples, tensor) for side in op.shape)
         return element_bytes * rows * columns
     share = {"norm": 1 / 2, "elementwise": 1 / 3}.get(op.kind, 0.0)
+    if fuses:
+        share = 1.0 if op.name == "_to_copy" else share  # of its two sides one is in the compute dtype
+        return share * element_bytes * amount_at(op.moved.elements, samples, tensor)
     return share * op.moved.at(samples, element_bytes, tensor)

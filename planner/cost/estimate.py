@@ -255,7 +255,7 @@ def _stages(
             model.device,
             shape,
             model.batch_bytes(shape),
-            model.buffer_bytes,
+            model.buffer_bytes(shape),
         )
         stages.append(_PricedStage(total, tuple(costs)))
         first = last

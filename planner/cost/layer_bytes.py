@@ -40,15 +40,40 @@ class LayerBytes(LayerElements):
         each = sum(math.prod(tensor.shape) * _dtype_bytes(tensor.dtype) for tensor in self.profile.batch)
         return float(shape.micro_batch * shape.num_microbatches * each)
 
+    def buffer_bytes(self, shape: Shape) -> float:
+        """Bytes of the model's buffers, which are never sharded, in their own dtypes, and of the stack's own. A
+        pipeline stage is taken to hold all, and holds only those of its layers and of the root; the stack's are the
+        rank's, whose stages share them."""
+        if not self.software.memory.unread_gradients:
+            return self._of_buffers
+        return self._of_buffers + self._unread_bytes(shape) / shape.virtual_stages
+
     @cached_property
-    def buffer_bytes(self) -> float:
-        """Bytes of the model's buffers, which are never sharded, in their own dtypes. A pipeline stage is taken to hold
-        all, and holds only those of its layers and of the root."""
+    def _of_buffers(self) -> float:
         return float(sum(math.prod(b.shape) * _dtype_bytes(b.dtype) for b in self.profile.buffers))
+
+    @memo_by(lambda _, shape: (shape.tensor, shape.sequence, shape.cuts))
+    def _unread_bytes(self, shape: Shape) -> float:
+        """Bytes of gradients that linear layers return and nobody reads, one for each weight of a layer, of experts for
+        each weight of one. Weights that read one tensor are taken to be one, as Megatron has them. Source: Transformer
+        Engine 2, get_dummy_wgrad in pytorch/module/base.py, which keeps one for each shape and never frees it."""
+        found: dict[tuple[object, ...], float] = {}
+        for kind in self.kinds_of_layers:
+            layer_class, costs = self.layer_class(kind), self.mode(kind, shape)[1]
+            if _has_loss(costs) or not any(op.kind == "matmul" for op in costs.operators):
+                continue
+            of_experts = {name: bank.count for bank in layer_class.experts for name in bank.parameters}
+            whole = {parameter.name: parameter for parameter in layer_class.parameters}
+            for item in self._held_by(kind.layer_class, shape.tensor, 1, self._mode(kind, shape)[3]):
+                dims = whole[item.name].shape
+                if item.trainable and len(dims) > 1:
+                    size = item.elements / of_experts.get(item.name, 1)
+                    found[item.name, size] = size * self.training.compute_bytes
+        return sum(found.values())
 
     def held_bytes(self, shape: Shape) -> float:
         """Bytes of what every stage holds all step long, whichever its layers are: its batches and the buffers."""
-        return self.batch_bytes(shape) + self.buffer_bytes
+        return self.batch_bytes(shape) + self.buffer_bytes(shape)
 
     @memo_by(
         lambda _, kind, shape, recompute: (kind, shape.tensor, shape.sequence, shape.cuts, shape.samples, recompute)
@@ -104,13 +129,14 @@ class LayerBytes(LayerElements):
             element_bytes = self._loss_bytes(shape)
         saved = costs.saved.at(batch, element_bytes, tensor)
         kept = kept_at(self.layer_class(kind), costs, recompute, batch, element_bytes, tensor)
+        saved, kept, entering = self._fused(costs, recompute, batch, tensor, saved, kept)
         forward = costs.forward_transient.at(batch, element_bytes, tensor)
         backward = costs.backward_transient.at(batch, element_bytes, tensor)
         keeps_input = keeps_arriving(self.layer_class(kind), recompute)
         given = given_to_parts(self.layer_class(kind), costs, recompute)
         # What is kept only because a part is given it is there until the part's backward ends, beside what comes back.
         beside = sum(item.size.at(batch, element_bytes, tensor) for item in given if not item.saved_in)
-        arriving = self.arriving_bytes(kind, shape, keeps_input)
+        arriving = self.arriving_bytes(kind, shape, keeps_input) + (0.0 if keeps_input else entering)
         if autocast and not logits:
             wider, named = MASTER_BYTES - self.training.compute_bytes, parts_of(recompute)
             more = wider * autocast_elements(costs, batch)
@@ -125,7 +151,7 @@ class LayerBytes(LayerElements):
         memory, precision = self.software.memory, self.training.precision
         if logits and memory.logit_bytes is not None:
             made = memory.logit_bytes * self._num_logits(kind, shape)
-            return arriving, Working(made, made, made, made)
+            return arriving, Working(made, max(made, self._head_backward_bytes(kind, shape)), made, made)
         again = self._gathered_again(kind, shape)
         saved -= again
         again = self._gathered_again(kind, shape, parts_of(recompute))
@@ -138,6 +164,28 @@ class LayerBytes(LayerElements):
         else:
             backward += max(0.0, saved - kept)
         return kept + arriving, Working(forward, backward, max(saved, kept), logits)
+
+    def _fused(
+        self, costs: Costs, recompute: Recompute, batch: float, tensor: int, saved: float, kept: float
+    ) -> tuple[float, float, float]:
+        """(saved bytes, those kept under a recompute, what arrives and is kept beside them) by the stack's kernels.
+        What parts keep is taken to shrink as the whole does."""
+        if not self.software.memory.fuses or costs.fused is None or not saved:
+            return saved, kept, 0.0
+        element_bytes = self.training.compute_bytes
+        fused = costs.fused.at(batch, element_bytes, tensor)
+        if recompute in ("none", "attention"):
+            kept = max(0.0, fused - (saved - kept))
+        elif parts_of(recompute):
+            kept *= fused / saved
+        return fused, kept, costs.fused_inputs.at(batch, element_bytes, tensor)
+
+    def _head_backward_bytes(self, kind: Kind, shape: Shape) -> float:
+        """Bytes of gradients of logits, and of the head's weight where one is returned that nobody reads."""
+        if not self.software.memory.unread_gradients:
+            return 0.0
+        weights = sum(item.elements for item in self.held(kind, shape) if item.trainable)
+        return self.training.compute_bytes * (self._num_logits(kind, shape) + weights)
 
     def least_transient_bytes(self, kind: Kind, shape: Shape) -> float:
         """Bytes that are there only during a layer's turn, at least, whatever its option and however data is split."""

@@ -177,7 +177,7 @@ class StagePrices:
             self.model.device,
             self.shape,
             self.model.batch_bytes(self.shape),
-            self.model.buffer_bytes,
+            self.model.buffer_bytes(self.shape),
         )
 
     @cached_property
