@@ -282,7 +282,7 @@ def test_megatron_is_told_of_the_first_blocks_of_every_stage() -> None:
     tight = machine(8).model_copy(
         update={
             "hosts": tuple(
-                group.model_copy(update={"device": group.device.model_copy(update={"memory": 11e9})})
+                group.model_copy(update={"device": group.device.model_copy(update={"memory": 12e9})})
                 for group in machine(8).hosts
             )
         }
