@@ -320,7 +320,7 @@ def _numbers(tensor: torch.Tensor, silent: bool, keep_copy: bool) -> Changeable:
 
 
 def _own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor that is spread over ranks: to compare all of it would wait for those, of which some
+    """What this rank has of a tensor that is spread over ranks: to compare it all would wait for those, of which some
     may not have it in their part of the model."""
     own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return own
