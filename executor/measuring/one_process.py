@@ -116,9 +116,8 @@ def one_process(
     optimizers: list[torch.optim.Optimizer] = []
     draws = SameDraws()
     masks = _masks_of_one_process(plan, replicas) if training.dropout else None
-    turns = (
-        ReplicaTurns(replicas, alone) if together is None and masks is None else None
-    )  # masks have names of files bound to them
+    alternate = together is None and masks is None  # masks have names of files bound to them
+    turns = ReplicaTurns(replicas, alone) if alternate else None
     last = copied(batches[-1])  # for the evaluation: models may write into what they are given
 
     def begins(step: int, place: int) -> None:
