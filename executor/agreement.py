@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-from ..profiler.model.held_tensors import gradient_hooks
+from ..profiler.running.held_tensors import gradient_hooks
 from .apply import AppliedModel
 from .parallel.mesh import RankMesh
 from .parallel.norms import norms_of

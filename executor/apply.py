@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map
 from ..planner.cost.sharding import shard_dim
 from ..planner.plan.document import LayerPlan, Plan
 from ..profiler.model.building import in_training, is_lazy, on_meta, with_dense_gradients, without_compiler
-from ..profiler.model.held_tensors import whole_because
 from ..profiler.model.loaded import without_cache
+from ..profiler.running.held_tensors import whole_because
 from ..profiler.semantics.token_marks import unseen
 from .parallel.casts import Casts
 from .parallel.compiled import CompiledForward, compile_around_parts, compile_layers

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..planner.plan.document import Plan, load_plan
 from ..planner.plan.not_run import not_run
 from ..profiler.model.building import in_training
-from ..profiler.model.forward_state import undone
-from ..profiler.model.held_tensors import gradient_hooks
 from ..profiler.model.loaded import split_inputs
+from ..profiler.running.forward_state import undone
+from ..profiler.running.held_tensors import gradient_hooks
 from .agreement import (
     check_lengths,
     check_numbers,

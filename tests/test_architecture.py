@@ -14,8 +14,12 @@ from support.interpreter import modules_after
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {"profiler": set(), "planner": {"profiler"}, "executor": {"profiler", "planner"}}
 ABOVE = {
-    "profiler.machine": {"profiler.model", "profiler.tensor_cuts", "profiler.semantics"},
-    "profiler.semantics": {"profiler.machine", "profiler.tensor_cuts"},
+    "profiler.machine": {
+        *("profiler.model", "profiler.running", "profiler.hugging_face", "profiler.tensor_cuts", "profiler.semantics")
+    },
+    "profiler.semantics": {"profiler.machine", "profiler.running", "profiler.hugging_face", "profiler.tensor_cuts"},
+    "profiler.running": {"profiler.machine", "profiler.hugging_face", "profiler.tensor_cuts"},
+    "profiler.hugging_face": {"profiler.machine", "profiler.tensor_cuts"},
     "planner.plan": {"planner.cost", "planner.solve", "planner.answers", "planner.exchange"},
     "planner.cost": {"planner.solve", "planner.answers", "planner.exchange"},
     "planner.solve": {"planner.answers", "planner.exchange"},

@@ -31,8 +31,8 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.building import in_evaluation, in_training, on_meta
-from meshwright.profiler.model.forward_state import TensorsRead, changed, places_of, put_back, taken
 from meshwright.profiler.model.trace import trace
+from meshwright.profiler.running.forward_state import TensorsRead, changed, places_of, put_back, taken
 from support.habits import GLOBAL_BATCH, WIDTH, habit, pairs, planned, run, squared
 from support.ranks import RankError, run_ranks
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.profiler.model.fake_modes import LeanFakeMode, fake_mode
+from meshwright.profiler.running.fake_modes import LeanFakeMode, fake_mode
 
 OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pointwise": lambda x: x * 2,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.profiler.model import gpu_kernel_emulation as emulation
-from meshwright.profiler.model.fake_modes import LeanFakeMode
-from meshwright.profiler.model.gpu_kernel_emulation import Mode, as_on_gpu
+from meshwright.profiler.running import gpu_kernel_emulation as emulation
+from meshwright.profiler.running.fake_modes import LeanFakeMode
+from meshwright.profiler.running.gpu_kernel_emulation import Mode, as_on_gpu
 
 
 class Operators(Mode):

@@ -24,12 +24,12 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.building import on_meta
-from meshwright.profiler.model.forward_state import undone
-from meshwright.profiler.model.held_tensors import HeldTensors, kept_parameters, whole_because
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from meshwright.profiler.running.forward_state import undone
+from meshwright.profiler.running.held_tensors import HeldTensors, kept_parameters, whole_because
 
 GLOBAL = nn.Linear(4, 4)
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from meshwright.planner.plan.legality import can_recompute
-from meshwright.profiler.model.fake_modes import fake_mode
-from meshwright.profiler.model.kept_results import fakes_forgotten, forget_fakes
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.trace import trace
+from meshwright.profiler.running.fake_modes import fake_mode
+from meshwright.profiler.running.kept_results import fakes_forgotten, forget_fakes
 from support.habits import run
 
 TABLES: dict[int, tuple[torch.Tensor]] = {}

@@ -17,13 +17,13 @@ from torch.utils._mode_utils import no_dispatch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from meshwright.profiler.model.chain import observe  # noqa: E402
-from meshwright.profiler.model.fake import fake_model  # noqa: E402
-from meshwright.profiler.model.fake_modes import LeanFakeMode, fake_mode  # noqa: E402
-from meshwright.profiler.model.gpu_kernel_emulation import Mode  # noqa: E402
-from meshwright.profiler.model.known_numbers import knowing_numbers, known  # noqa: E402
 from meshwright.profiler.model.layer_run import LayerRun  # noqa: E402
 from meshwright.profiler.model.load import load_model  # noqa: E402
 from meshwright.profiler.model.trace import trace  # noqa: E402
+from meshwright.profiler.running.fake import fake_model  # noqa: E402
+from meshwright.profiler.running.fake_modes import LeanFakeMode, fake_mode  # noqa: E402
+from meshwright.profiler.running.gpu_kernel_emulation import Mode  # noqa: E402
+from meshwright.profiler.running.known_numbers import knowing_numbers, known  # noqa: E402
 from support import slow  # noqa: E402
 from support.cli import run_plan  # noqa: E402
 
@@ -111,7 +111,7 @@ def test_a_list_of_known_numbers_is_read_at_once() -> None:
 
 
 def test_places_of_a_mask_are_known_however_far_it_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.profiler.model.known_numbers.MOST_KNOWN", 16)
+    monkeypatch.setattr("meshwright.profiler.running.known_numbers.MOST_KNOWN", 16)
     mode, real = FakeTensorMode(), torch.tensor([[7, 1, 7], [1, 7, 1]])
     with knowing_numbers(mode):
         marked = (known(mode, real) == 7).unsqueeze(-1)

@@ -18,8 +18,8 @@ from meshwright.planner.plan.setups import parse_setup
 from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.loaded import LoadedModel
-from meshwright.profiler.model.put_off import PutOff
 from meshwright.profiler.model.trace import trace
+from meshwright.profiler.running.put_off import PutOff
 
 WIDTH, WORDS, TOKENS, BLOCKS = 32, 2048, 64, 4
 

@@ -6,12 +6,12 @@ import pytest
 
 from meshwright.planner.cost.compute_cost import operator_s
 from meshwright.profiler.machine.cluster import load_device
-from meshwright.profiler.model import token_loops
 from meshwright.profiler.model import trace as tracing
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import Bytes, Costs, OpProfile, amount_at
-from meshwright.profiler.model.token_loops import few_tokens
 from meshwright.profiler.model.trace import trace
+from meshwright.profiler.running import token_loops
+from meshwright.profiler.running.token_loops import few_tokens
 
 SCAN = """
 import torch

@@ -13,12 +13,12 @@ from torch.nn import functional
 from meshwright.planner.plan.legality import legal_cuts, sharding_rule
 from meshwright.profiler.model import class_costs
 from meshwright.profiler.model.dimensions import dimensions
-from meshwright.profiler.model.fused_kernels import FusedKernels
 from meshwright.profiler.model.lengths import at_seq_len
 from meshwright.profiler.model.load import load_model
-from meshwright.profiler.model.meters import Op, View
 from meshwright.profiler.model.model_profile import ModelProfile, OpKind, amount_at, load_profile
 from meshwright.profiler.model.trace import trace
+from meshwright.profiler.running.fused_kernels import FusedKernels
+from meshwright.profiler.running.meters import Op, View
 from support import slow
 from support.zoo import zoo_profile
 

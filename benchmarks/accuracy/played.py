@@ -23,8 +23,8 @@ from meshwright.executor.parallel import expert_exchange
 from meshwright.executor.state.initialise import Values
 from meshwright.planner.cost.comm_cost import CollectiveKind
 from meshwright.planner.plan.document import AXES, GroupAxis, Plan
-from meshwright.profiler.model.fake_modes import fake_mode
 from meshwright.profiler.model.loaded import LoadedModel
+from meshwright.profiler.running.fake_modes import fake_mode
 
 from .counters import Passed, PeakMeter, Traffic
 

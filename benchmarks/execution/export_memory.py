@@ -29,8 +29,8 @@ from benchmarks.accuracy.counters import PeakMeter
 from meshwright.executor import export_weights, parallelize
 from meshwright.executor.parallel.whole_matrices import whole_rows, whole_size
 from meshwright.planner.plan.making import shape_of
-from meshwright.profiler.model.fake_modes import fake_mode
 from meshwright.profiler.model.load import load_model
+from meshwright.profiler.running.fake_modes import fake_mode
 
 from . import large
 

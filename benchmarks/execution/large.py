@@ -35,10 +35,10 @@ from meshwright.planner.plan.schedules import Schedule
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
-from meshwright.profiler.model.fake_modes import fake_mode
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.trace import trace
+from meshwright.profiler.running.fake_modes import fake_mode
 
 RESULTS = Path(__file__).parent / "results"
 MOST_S, MOST_BYTES = 60.0, 2 * 2**30

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 from ...planner.plan.document import Degrees, Plan
 from ...profiler.model.building import in_training
 from ...profiler.model.coupling import as_float
-from ...profiler.model.forward_state import Taken, changed, places_of, put_back, taken
 from ...profiler.model.loaded import Batch, LoadedModel, split_inputs
+from ...profiler.running.forward_state import Taken, changed, places_of, put_back, taken
 from ...profiler.semantics.draws import SameDraws, dice_apart, seed_dice
 from ..parallel.dropout_calls import CallsInstead, holds_dropouts
 from ..parallel.mesh import RankMesh

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ...profiler.model.forward_state import undone
+from ...profiler.running.forward_state import undone
 
 _log = logging.getLogger("meshwright")
 

@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ...profiler.model.code_state import ReachedCode
-from ...profiler.model.held_tensors import HeldTensors
+from ...profiler.running.code_state import ReachedCode
+from ...profiler.running.held_tensors import HeldTensors
 from ...profiler.semantics.draws import DROPOUTS
 
 _ATTENTION = "scaled_dot_product_attention"

@@ -8,8 +8,8 @@ from torch import nn
 
 from ...planner.plan.document import Plan
 from ...profiler.model.building import has_own_train
-from ...profiler.model.held_tensors import HeldTensors
 from ...profiler.model.model_profile import CrossingTensor
+from ...profiler.running.held_tensors import HeldTensors
 
 STALE = "the model is not the one the plan was made for; make the plan again"
 

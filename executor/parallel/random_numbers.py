@@ -32,10 +32,10 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...planner.plan.document import Plan
-from ...profiler.model.fake_modes import fake_mode
-from ...profiler.model.forward_state import undone
-from ...profiler.model.kept_results import fakes_forgotten
-from ...profiler.model.known_numbers import knowing_numbers, known
+from ...profiler.running.fake_modes import fake_mode
+from ...profiler.running.forward_state import undone
+from ...profiler.running.kept_results import fakes_forgotten
+from ...profiler.running.known_numbers import knowing_numbers, known
 from ...profiler.semantics.distributions import unvalidated
 from ...profiler.semantics.draws import dice_apart, seed_dice
 from ...profiler.semantics.token_marks import Held, mark_of, own_shape, set_mark, taken, whole_shape

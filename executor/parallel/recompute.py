@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ...planner.plan.document import LayerPlan, Recompute, parts_of
-from ...profiler.model.forward_state import Changeable, Taken, changed, places_of, put_back, random_draws, taken
-from ...profiler.model.meters import op_kind
 from ...profiler.model.model_profile import SELECTIVELY_KEPT
+from ...profiler.running.forward_state import Changeable, Taken, changed, places_of, put_back, random_draws, taken
+from ...profiler.running.meters import op_kind
 from ..torch_compat import detached, forward_with_hooks, kept_by
 from .context import ContextParallel
 

@@ -21,11 +21,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ...planner.plan.document import Plan
 from ...profiler.model.building import in_evaluation, replace_tensors
-from ...profiler.model.fake_modes import fake_mode
-from ...profiler.model.forward_state import undone, version_of
-from ...profiler.model.kept_results import fakes_forgotten
-from ...profiler.model.known_numbers import MOST_KNOWN, knowing_numbers, known
 from ...profiler.model.model_profile import Producer
+from ...profiler.running.fake_modes import fake_mode
+from ...profiler.running.forward_state import undone, version_of
+from ...profiler.running.kept_results import fakes_forgotten
+from ...profiler.running.known_numbers import MOST_KNOWN, knowing_numbers, known
 from ...profiler.semantics.distributions import unvalidated
 from ...profiler.semantics.producers import Producers
 from ...profiler.semantics.token_marks import Mark, mark_of, set_mark

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...planner.cost.sharding import kept_rows
 from ...profiler.model.building import parameters_on_meta
-from ...profiler.model.fake_modes import fake_mode
-from ...profiler.model.held_tensors import HeldTensors, keep_hooks
-from ...profiler.model.kept_results import fakes_forgotten
+from ...profiler.running.fake_modes import fake_mode
+from ...profiler.running.held_tensors import HeldTensors, keep_hooks
+from ...profiler.running.kept_results import fakes_forgotten
 from ..parallel.expert import HeldExperts
 from ..parallel.tensor_layout import ParameterCut
 from ..parallel.without_dims import read_without_dims

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from .held_tensors import HeldTensors, keep_hooks
+from ..running.held_tensors import HeldTensors, keep_hooks
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:

@@ -25,19 +25,19 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction, _CachedTorchDispatchMode
 
 from ..machine.units import first_of
+from ..running.fake import DecidesByValuesError, FakeModel
+from ..running.forward_state import Reached, version_of
+from ..running.positions import Positions
+from ..running.run_shapes import Shapes, TensorSpec
 from ..semantics.draws import dice_apart, seed_dice
 from ..semantics.producers import Producers, is_wrapped
 from .building import in_evaluation
 from .chain_watch import CallEvent, ChainWatch, Cursor, Key, recording_outputs, stubbed
-from .fake import DecidesByValuesError, FakeModel
-from .forward_state import Reached, version_of
 from .layer_graph import bytes_over, wired
 from .layer_spans import LayerSpans, spans_of
 from .layer_units import Units, find_units
 from .loaded import Batch
 from .model_profile import Producer
-from .positions import Positions
-from .run_shapes import Shapes, TensorSpec
 
 _MORE_BYTES = 1.1
 """Cutting between the blocks of an opened element may carry this many times what is carried around it."""

@@ -13,17 +13,17 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from ..running.fake import FakeModel
+from ..running.gpu_kernel_emulation import Mode, device_of, tensors_in
+from ..running.meters import NOTHING, Storages
+from ..running.repeated_forwards import noting_repeated
+from ..running.run_shapes import OutputSpec, Shapes, TensorSpec
+from ..running.token_loops import TokenByTokenError
 from ..semantics.draws import draws
 from ..semantics.producers import Producers, is_wrapped
-from .fake import FakeModel
-from .gpu_kernel_emulation import Mode, device_of, tensors_in
 from .layer_graph import wired
 from .layer_units import Units
-from .meters import NOTHING, Storages
 from .model_profile import Producer
-from .repeated_forwards import noting_repeated
-from .run_shapes import OutputSpec, Shapes, TensorSpec
-from .token_loops import TokenByTokenError
 
 _OF_SIZES = {f"new_{name}" for name in ("empty", "full", "ones", "zeros", "empty_strided")}
 _OF_SIZES |= {f"{name}_like" for name in ("empty", "full", "ones", "zeros")}

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from ..running.fake import FakeModel
 from ..tensor_cuts.tensor_cuts import Found, common_degree, gathering_ways
 from ..tensor_cuts.tensor_rank import run_cut
 from ..tensor_cuts.tensor_trial import forward_ops, sequence_problem, working
 from .chain import Layer, LayerChain
-from .fake import FakeModel
 from .fitted_costs import fitted_costs, fitted_experts
 from .frozen import unpacked
 from .layer_run import LayerRun, Observation

@@ -14,15 +14,15 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..running.fake import scalar
+from ..running.forward_state import undone
+from ..running.own_backward import has_own_backward
 from ..semantics.draws import SameDraws, dice, dice_apart, put_dice_back
 from ..threads import one_thread
 from .batches import named_tensors
 from .building import in_training
-from .fake import scalar
-from .forward_state import undone
 from .loaded import Batch, LoadedModel, split_inputs
 from .model_profile import ModelProfile
-from .own_backward import has_own_backward
 from .run_sizes import RunSizes
 
 SAMPLES = 4

@@ -4,12 +4,12 @@ from collections import defaultdict
 
 import torch
 
+from ..running.fake import FakeModel
+from ..running.meters import Size
 from .batches import named_tensors, with_counting
 from .chain import Crossing, LayerChain
-from .fake import FakeModel
 from .fitted_costs import fit_bytes
 from .layer_run import Observation
-from .meters import Size
 from .model_profile import BatchTensor, CrossingTensor, Producer
 from .run_sizes import RunSizes, dims_of, other_length
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from .meters import Op
+from ..running.meters import Op
 
 _JOINING = ("_to_copy", "_unsafe_view", "add", "add_", "cat", "clone", "copy_", "mean", "sub", "sum")
 _MOVING = ("gather", "index", "index_add", "index_add_", "index_put", "index_put_", "index_select", "masked_fill")

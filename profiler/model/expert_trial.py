@@ -13,12 +13,12 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..running.forward_state import changed, places_of, put_back, taken, undone
 from ..semantics.draws import SameDraws, dice_apart
 from ..threads import one_thread
 from .building import in_training
 from .coupling import as_float, small_enough, upcast
 from .expert_banks import routing_of
-from .forward_state import changed, places_of, put_back, taken, undone
 from .loaded import LoadedModel, split_inputs
 from .model_profile import Experts, ModelProfile
 

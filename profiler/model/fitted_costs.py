@@ -4,8 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from ..running.meters import NOTHING, Op, Size
 from .layer_run import Collective, Observation
-from .meters import NOTHING, Op, Size
 from .model_profile import Amount, Bytes, CollectiveProfile, Costs, Experts, OpPart, OpProfile, PartBytes
 
 

@@ -15,6 +15,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..running.fake import FakeModel
+from ..running.fused_kernels import FusedKernels
+from ..running.meters import NOTHING, Op, Recorder, Size, Storages
+from ..running.own_backward import has_own_backward, recorded_as_own
+from ..running.part_watch import ModuleCalls, PeakOf
+from ..running.put_off import PutOff
+from ..running.run_shapes import Shapes, TensorSpec
 from ..semantics.producers import Producers
 from .chain import Crossing, Layer, LayerChain, check_unwritten
 from .chain_watch import Cursor, stubbed
@@ -28,14 +35,7 @@ from .expert_banks import (
     stacked_of,
     stacked_over,
 )
-from .fake import FakeModel
-from .fused_kernels import FusedKernels
-from .meters import NOTHING, Op, Recorder, Size, Storages
 from .model_profile import SELECTIVELY_KEPT, Producer
-from .own_backward import has_own_backward, recorded_as_own
-from .part_watch import ModuleCalls, PeakOf
-from .put_off import PutOff
-from .run_shapes import Shapes, TensorSpec
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import networkx as nx
 
+from ..running.shared_state import ITERATOR
 from .chain_watch import CallEvent, ChainWatch
 from .layer_graph import bytes_over, maker_of, tensors_of
 from .layer_units import Units
-from .shared_state import ITERATOR
 
 
 class LayerSpans:

@@ -92,7 +92,7 @@ def _from_path(source: str) -> LoadedModel:
         raise ValueError(f"{_not_there(path)}; {not_in_cache(source)}" if is_hub_name(source) else _not_there(path))
     check_ends(path)
     if path.suffix == ".json":
-        from .hugging_face import from_config
+        from ..hugging_face.config import from_config
 
         return from_config(path, int(multiple or 1), named=source if is_hub_name(source) else None)
     if mark:

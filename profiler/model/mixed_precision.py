@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..running.fake import FakeModel, fake_model
+from ..running.gpu_kernel_emulation import Mode
 from .chain import LayerChain, run_first_of_each_class
-from .fake import FakeModel, fake_model
-from .gpu_kernel_emulation import Mode
 
 
 def mixed_precision_problem(fake: FakeModel, chain: LayerChain) -> str:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
+from ..running.fake import FakeModel
+from ..running.positions import longest
+from ..running.run_shapes import Shapes
 from .chain import Crossing, LayerChain, shapes_at
-from .fake import FakeModel
-from .positions import longest
-from .run_shapes import Shapes
 
 Dim = Literal["batch", "sequence", "other"]
 

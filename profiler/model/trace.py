@@ -18,6 +18,12 @@ from torch.utils._pytree import tree_leaves
 from ..document import in_a_sentence
 from ..garbage import without_garbage_collection
 from ..machine.units import first_of
+from ..running.fake import DecidesByValuesError, FakeModel, fake_model, real_model
+from ..running.forward_state import undone
+from ..running.held_tensors import held_beside
+from ..running.kept_results import fakes_forgotten, forget_fakes
+from ..running.parameter_reads import parameters_read
+from ..running.token_loops import FEWEST_OPERATORS, OPERATORS_OF_LOOPS, TokenByTokenError, few_tokens, merged
 from ..tensor_cuts.context_trial import backward_problem, context_problem
 from ..tensor_cuts.tensor_cuts import Found, common_degree, find_cuts
 from .batches import batch_problem, list_of_samples
@@ -27,17 +33,11 @@ from .class_costs import Costed, layer_class_of
 from .coupling import Coupling, samples_of
 from .crossing_tensors import batch_tensors, crossing_tensors
 from .expert_trial import with_problems
-from .fake import DecidesByValuesError, FakeModel, fake_model, real_model
-from .forward_state import undone
-from .held_tensors import held_beside
-from .kept_results import fakes_forgotten, forget_fakes
 from .lengths import at_seq_len
 from .loaded import LoadedModel
 from .mixed_precision import mixed_precision_problem
 from .model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut, fingerprint_of
-from .parameter_reads import parameters_read
 from .run_sizes import RunSizes
-from .token_loops import FEWEST_OPERATORS, OPERATORS_OF_LOOPS, TokenByTokenError, few_tokens, merged
 
 _SHORTEST = 16
 """Below this many tokens a quarter of the sequence is too short to run."""

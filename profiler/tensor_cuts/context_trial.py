@@ -13,9 +13,9 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from ..model.fake import FakeModel
 from ..model.layer_run import Observation
 from ..model.model_profile import LayerProfile
+from ..running.fake import FakeModel
 from ..semantics.token_marks import Held, mark_of, own_shape, set_mark
 from ..semantics.token_slices import MixedTokensError, TokenSlices, run_token_by_token
 from .tensor_trial import may_join

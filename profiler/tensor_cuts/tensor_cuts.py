@@ -21,11 +21,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..model.chain import LayerChain
-from ..model.fake import FakeModel
 from ..model.layer_run import LayerRun
-from ..model.meters import View
 from ..model.model_profile import TensorCut
-from ..model.run_shapes import Shapes
+from ..running.fake import FakeModel
+from ..running.meters import View
+from ..running.run_shapes import Shapes
 from .tensor_flow import (
     ByHeads,
     Door,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import networkx as nx
 from torch import nn
 
-from ..model.meters import Op, View
+from ..running.meters import Op, View
 from .tensor_modules import features, is_product
 
 

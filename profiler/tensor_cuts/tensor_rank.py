@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..model.chain import Crossing, LayerChain
-from ..model.fake import FakeModel
 from ..model.layer_run import Collective, LayerRun, Observation
-from ..model.meters import Recorder, Size
 from ..model.model_profile import TensorCut
-from ..model.run_shapes import Shapes
+from ..running.fake import FakeModel
+from ..running.meters import Recorder, Size
+from ..running.run_shapes import Shapes
 from ..semantics.logit_shards import shard_logits
 from .tensor_modules import divide_count
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ..model.layer_run import Observation
-from ..model.meters import Op, View
 from ..model.model_profile import TensorCut
+from ..running.meters import Op, View
 from .tensor_flow import made_alike
 from .tensor_modules import features, is_convolution
 

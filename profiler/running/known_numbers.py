@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map
 
+from ..model.loaded import Choices
 from .fake_modes import LeanFakeMode
 from .gpu_kernel_emulation import Mode
-from .loaded import Choices
 
 MOST_KNOWN = 1 << 24
 """Numbers of one tensor that are computed: 2,000 by 2,000 pixels of four samples."""

@@ -6,8 +6,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from ..model.model_profile import MOST_PARTS
 from .meters import Op, Size, Storages
-from .model_profile import MOST_PARTS
 
 PeakOf = Callable[[int, int], Size]
 

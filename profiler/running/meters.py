@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ..model.model_profile import FP32_BYTES, OpKind, OpPart
 from ..semantics.draws import draws
 from ..semantics.producers import unwrapped
 from .gpu_kernel_emulation import Mode, device_of, in_dropout, tensors_in
-from .model_profile import FP32_BYTES, OpKind, OpPart
 
 aten = torch.ops.aten
 

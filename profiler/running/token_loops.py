@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..model.loaded import LoadedModel
+from ..model.model_profile import Amount, Bytes, Costs, LayerClass, ModelProfile, OpProfile
 from .fake import FakeModel, fake_model
 from .gpu_kernel_emulation import Mode
-from .loaded import LoadedModel
-from .model_profile import Amount, Bytes, Costs, LayerClass, ModelProfile, OpProfile
 
 _FEWEST_TOKENS, _MOST_TOKENS = 8, 32
 _FULL_PIECES = (128, 512)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..document import parsed
 from ..garbage import without_garbage_collection
-from .hugging_face_batches import LABELS, auto_classes, batches_of, parts_of, text_of
-from .loaded import LoadedModel, called, checked, takes_seq_len
-from .source import PADDED
+from ..model.loaded import LoadedModel, called, checked, takes_seq_len
+from ..model.source import PADDED
+from .batches import LABELS, auto_classes, batches_of, parts_of, text_of
 
 if TYPE_CHECKING:
     from torch import nn

@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from .loaded import Build, called
+from ..model.loaded import Build, called
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from .fake_modes import LeanFakeMode
+    from ..running.fake_modes import LeanFakeMode
 
 
 class AskedModel:
@@ -28,8 +28,8 @@ class AskedModel:
         import torch
         from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-        from .fake_modes import without_log
-        from .known_numbers import knowing_numbers, known
+        from ..running.fake_modes import without_log
+        from ..running.known_numbers import knowing_numbers, known
 
         module, mode = self._module
         with torch.random.fork_rng(devices=[]):
@@ -87,8 +87,8 @@ class AskedModel:
     def _module(self) -> "tuple[nn.Module, LeanFakeMode]":
         import torch
 
-        from .building import on_meta, replace_tensors
-        from .fake_modes import LeanFakeMode
+        from ..model.building import on_meta, replace_tensors
+        from ..running.fake_modes import LeanFakeMode
 
         module, mode = called(lambda: on_meta(self._build), f"the model of {self._source}"), LeanFakeMode()
 

@@ -2,9 +2,9 @@
 
 import torch
 
+from ..model.loaded import LoadedModel
 from .fake import fake_model
 from .forward_state import TensorsRead
-from .loaded import LoadedModel
 
 
 def parameters_read(loaded: LoadedModel) -> set[str]:

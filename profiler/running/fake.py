@@ -18,19 +18,19 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from ..model.batches import named_tensors
+from ..model.building import in_training, on_meta
+from ..model.frozen import kept_as
+from ..model.loaded import Batch, LoadedModel, is_ours, place_of, split_inputs
+from ..model.model_profile import BufferProfile, KeptAs
 from ..semantics.draws import SameChoices, dice_apart
 from ..threads import one_thread
-from .batches import named_tensors
-from .building import in_training, on_meta
 from .fake_modes import LeanFakeMode, without_log
 from .forward_state import Changeable, TensorsRead, changed, places_of, put_back, random_draws, taken, undone
-from .frozen import kept_as
 from .gpu_kernel_emulation import as_on_gpu
 from .held_tensors import HeldTensors, held_beside, unregistered_modules, whole_because
 from .kept_results import forget_other_runs
 from .known_numbers import MOST_KNOWN, knowing_numbers, known
-from .loaded import Batch, LoadedModel, is_ours, place_of, split_inputs
-from .model_profile import BufferProfile, KeptAs
 from .shared_state import SharedState
 
 BeforeLoss = Callable[[list[torch.Tensor]], None]

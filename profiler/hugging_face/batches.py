@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..model.loaded import Batch, Build, Loss, MakeBatch
 from . import recordings
 from .handed_over import pixels
-from .loaded import Batch, Build, Loss, MakeBatch
 from .picture_patches import numbered_patches
 from .picture_tokens import AskedModel
 from .pictures import Picture, mark_of, picture_beside, picture_of, unsaid_mark

@@ -3,7 +3,7 @@ write down what is said without being told when (CTC)."""
 
 from typing import TYPE_CHECKING, Any
 
-from .loaded import Batch, Loss, MakeBatch
+from ..model.loaded import Batch, Loss, MakeBatch
 
 if TYPE_CHECKING:
     import torch
