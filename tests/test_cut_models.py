@@ -57,6 +57,8 @@ CASES = {
     "groups that read one tensor": Case("parallel"),
     "norms of heads beside experts": Case("qwen3_30b_a3b"),
     "slopes of all heads and samples": Case("slopes"),
+    "widths off the shape of an input": Case("widths"),
+    "widths off the shape of an input, on slices": Case("widths", sequence=True),
 }
 
 
@@ -146,6 +148,46 @@ class _Slopes(nn.Module):
         return self.head(x).squeeze(-1)
 
 
+class _Widths(nn.Module):
+    """Attention that takes the number of its features off its input, to itself or to what it is given by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.query, self.keys, self.out = nn.Linear(16, 16), nn.Linear(16, 32), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, *, memory: torch.Tensor) -> torch.Tensor:
+        size, length, width = x.shape
+        q, keys = self.query(x), self.keys(memory).view(size, -1, self.heads, 2 * width // self.heads)
+        k, v = keys.transpose(1, 2).chunk(2, -1)
+        q = q.view(size, length, self.heads, width // self.heads).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(size, length, width))
+
+
+class _WidthsBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.itself, self.other = nn.LayerNorm(16), _Widths(), _Widths()
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        x = x + self.itself(self.norm(x), memory=self.norm(x))
+        return x + self.other(self.norm(x), memory=memory)
+
+
+class _OffInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(16, 16), nn.Linear(16, 1)
+        self.blocks = nn.ModuleList(_WidthsBlock() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = x = self.enter(x)
+        for block in self.blocks:
+            x = block(x, memory)
+        return self.head(x).squeeze(-1)
+
+
 def _places(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 6, 16), torch.randn(size, 6)
 
@@ -165,6 +207,7 @@ def _squares(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> 
 @functools.cache
 def _loaded(name: str) -> LoadedModel:
     own = {"bags": (_Bags, _bags), "parallel": (_Beside, _points), "slopes": (_Slopes, _places)}
+    own["widths"] = _OffInputs, _places
     loaded = load_model(own[name][0], batch=own[name][1], loss=_squares) if name in own else small(MODELS / name)
     build = loaded.build
 

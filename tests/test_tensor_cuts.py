@@ -686,6 +686,60 @@ def test_what_counts_heads_or_mixes_neighbours_is_not_cut(
     assert f"0.out: not cut by tensor parallelism, because {why}" in profile.notes[0]
 
 
+class _OffInput(nn.Module):
+    """Attention that takes the number of its features off its input (nanoGPT's), before a function of the result, the
+    input, and that number."""
+
+    def __init__(self, then: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.heads, self.then = 4, then
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size, length, width = x.size()
+        of_heads = (size, length, self.heads, width // self.heads)
+        q, k, v = (y.view(of_heads).transpose(1, 2) for y in self.qkv(x).split(width, 2))
+        y = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(size, length, width)
+        return self.out(self.then(y, x, width))
+
+
+class _Added(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.module(x)
+
+
+def _cut_off_input(then: Callable[..., torch.Tensor]) -> tuple[TensorCut, ...]:
+    model = nn.Sequential(*(_Added(_OffInput(then)) for _ in range(2)), nn.Flatten())
+    profile = trace(load_model(model, batch=lambda size: torch.ones(size, 6, 32), loss=lambda y, batch: y.mean()))
+    return profile.classes[0].cuts
+
+
+def test_a_width_off_the_shape_of_an_input_is_that_of_a_rank() -> None:
+    (cut,) = _cut_off_input(lambda y, x, width: y.view(len(x), -1, width))
+
+    assert (cut.narrowed, cut.shown, cut.columns) == ("module", (0,), ("module.qkv",))
+
+
+@pytest.mark.parametrize(
+    "then",
+    slow.but_first(
+        [
+            lambda y, x, width: y * x.detach(),
+            lambda y, x, width: y * width,
+            lambda y, x, width: y + torch.zeros_like(x),
+            lambda y, x, width: y * x.new_ones(width).cumsum(0),
+        ],
+        2,
+    ),
+)
+def test_an_input_that_is_read_beside_the_columns_is_never_shown_in_part(then: Callable[..., torch.Tensor]) -> None:
+    assert _cut_off_input(then) == ()
+
+
 class _Diagonal(_Counting):
     """Scores times the diagonal of a table with a row and a column for each head."""
 

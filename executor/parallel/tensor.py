@@ -30,6 +30,7 @@ from ...planner.plan.schedules import ZERO_BUBBLE
 from ...profiler.model.model_profile import CrossingTensor, TensorCut
 from ...profiler.semantics.token_marks import own_shape
 from ...profiler.tensor_cuts.tensor_modules import divide_count
+from ...profiler.tensor_cuts.tensor_rank import OwnWidth
 from ..torch_compat import in_backward
 from .delayed_weights import DelayedWeights
 from .tensor_collectives import Alike, GatherAlike, GatherSum, PendingCollective, Slice, SumAlike, SumSlice, call
@@ -45,6 +46,7 @@ from .tensor_forwards import (
     own_heads,
     row_forward,
     table_forward,
+    whole_forward,
 )
 from .tensor_layout import ParameterCut, TensorLayout
 from .tensor_loss import apart_forward
@@ -238,6 +240,12 @@ def _replace_forwards(
             if cut.kind == "head":
                 forward = (apart_forward if cut.stays_cut else gathered_forward)(forward, shared, region.group)
             module.forward = forward
+    if cut.narrowed:
+        own_width = OwnWidth(cut.shown, region.degree)
+        _submodule(stage, prefix, cut.narrowed).register_forward_pre_hook(own_width.enter, with_kwargs=True)
+        for name in cut.columns:
+            module = _submodule(stage, prefix, name)
+            module.forward = whole_forward(module.forward, own_width)
     for name in () if around else cut.entries:
         module = _submodule(stage, prefix, name)
         module.forward = entry_forward(module, region.column_input(sliced))

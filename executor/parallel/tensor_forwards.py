@@ -9,7 +9,7 @@ from torch import nn
 
 from ...profiler.model.model_profile import TensorCut
 from ...profiler.semantics.logit_shards import check_range
-from ...profiler.tensor_cuts.tensor_rank import OwnHeads
+from ...profiler.tensor_cuts.tensor_rank import OwnHeads, OwnWidth
 from .delayed_weights import DelayedWeights, Entered, is_linear, is_transposed, multiplied
 from .shared_gradients import unwatched
 from .tensor_collectives import GatherAlike, PendingCollective, Slice, SumAlike, call
@@ -91,6 +91,13 @@ def column_forward(module: nn.Module, shared: SharedInput, has_entered: bool) ->
         return with_bias(module, product(module, entered.tensor) if y is None else y)
 
     return unwatched(forward, differs=True)
+
+
+def whole_forward(
+    column: Callable[[torch.Tensor], torch.Tensor], own: OwnWidth
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A column's forward in a module that is shown inputs of one rank's width."""
+    return unwatched(lambda x: column(own.whole(x)), differs=True)
 
 
 def gathered_forward(

@@ -248,6 +248,13 @@ class TensorCut(Frozen):
     tables: tuple[str, ...] = Field(
         default=(), description="whole embeddings of which each rank reads the features of its heads (relative biases)"
     )
+    narrowed: str = Field(
+        default="", description="module that takes the number of its features off the shape of what it is given"
+    )
+    shown: tuple[NonNegativeInt, ...] = Field(
+        default=(),
+        description="leaves of that which only columns read: the module's code is shown them with one rank's features",
+    )
     door: str = Field(default="", description="module that is given, or returns, something with a row for each head")
     given: dict[int, int] = Field(
         default={}, description="leaf of what the door is given -> the dim of which each rank takes its heads"
@@ -614,4 +621,7 @@ def fingerprint_of(profile: ModelProfile) -> str:
         for parameter in layer_class["parameters"]:
             if not parameter["kept_as"]:  # as it was before there was another way
                 del parameter["kept_as"]
+        for cut in layer_class["cuts"]:
+            if not cut["narrowed"]:
+                del cut["narrowed"], cut["shown"]
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]

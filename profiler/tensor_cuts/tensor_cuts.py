@@ -10,7 +10,7 @@ decides whether the rest of the layer can run on a slice of the sequence.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from textwrap import shorten
@@ -319,7 +319,7 @@ class _Probe:
             units=tuple(dict.fromkeys([*units, *norms.values()])),
             sharded=sharded,
         )
-        return self._try_with_counts(cut, read(looked_up=True))
+        return self._try_with_counts(cut, read(looked_up=True), self._narrowed(flow, columns, rows))
 
     def _trained(self, names: Iterable[str]) -> tuple[str, ...]:
         own = self._own()
@@ -364,9 +364,9 @@ class _Probe:
             cut[id(module.bias)] = 0
         return {name: cut[id(parameter)] for name, parameter in self._own().items() if id(parameter) in cut}
 
-    def _try_with_counts(self, cut: TensorCut, read: Sequence[str]) -> TensorCut | str:
+    def _try_with_counts(self, cut: TensorCut, read: Sequence[str], narrowed: Mapping[str, object]) -> TensorCut | str:
         """The cut with the fewest counts, and parameters of those read between columns and rows, that must be divided
-        for the layer to run; or why it does not work."""
+        for the layer to run, narrowed if it must be; or why it does not work."""
         degree = common_degree([cut])
         if degree is None:
             return f"its {' and '.join(map(str, cut.units))} units cannot be shared evenly by 2 to 10 ranks"
@@ -388,7 +388,21 @@ class _Probe:
         for chosen in _wider(own, kept, self._by_units(cut, read, values)):
             if not problem(chosen):
                 return self._dividing(cut, _fewest(chosen, problem))
+        if narrowed and any(each.startswith(_DOES_NOT_RUN) for each in problems):
+            cut = cut.model_copy(update=narrowed)
+            if not self.problem(self._dividing(cut, own), degree):
+                return self._dividing(cut, _fewest(own, problem))
         return min(problems, key=lambda problem: (problem.startswith(_DOES_NOT_RUN), problem == OTHER_OPERATORS))
+
+    def _narrowed(self, flow: Flow, columns: Sequence[str], rows: Sequence[str]) -> dict[str, object]:
+        """The module around columns and rows, if it is one inside of the layer, and leaves of what it is given that
+        columns read, whose features are their last dim: as of `TensorCut`; nothing if there are none."""
+        around, prefix = _around_all((*columns, *rows)), self.layer.root + "." if self.layer.root else ""
+        if not around or prefix + around in self.layer.units or around not in flow.doors:
+            return {}
+        read = {flow.taps[name].input for name in columns if not is_convolution(flow.taps[name].module)}
+        places = tuple(place for place, view in flow.doors[around].given.items() if view in read)
+        return {"narrowed": around, "shown": places} if places else {}
 
     def _dividing(self, cut: TensorCut, chosen: Iterable["_Divided"]) -> TensorCut:
         """The cut, with these divided by the degree (and Conv1D's own width, which it reshapes by)."""

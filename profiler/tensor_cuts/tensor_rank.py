@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..model.chain import Crossing, LayerChain
 from ..model.layer_run import Collective, LayerRun, Observation
 from ..model.model_profile import TensorCut
 from ..running.fake import FakeModel
-from ..running.meters import Recorder, Size
+from ..running.meters import Op, Recorder, Size
 from ..running.run_shapes import Shapes
 from ..semantics.logit_shards import shard_logits
 from .tensor_modules import divide_count
@@ -53,6 +53,8 @@ def run_cut(
             seen = run.run(arrive=rank.arrive, backward=backward)
         except ValueError as error:
             raise CutRunError(str(error), run.running) from error.__cause__
+    if read := rank.read_narrowed(run.recorder.ops):
+        raise CutRunError(f"{read.name} reads features of an input of which only columns have the whole", read.module)
     seen.collectives = rank.collectives
     return seen
 
@@ -88,6 +90,7 @@ class TensorRank:
         self._slice_length = (seq_len or 0) // degree
         self._modules = layer_modules(run.fake, run.chain, run.index)
         self._entered: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._narrowed: set[int] = set()
 
     def arrive(self, crossing: Crossing, tensor: torch.Tensor) -> torch.Tensor:
         """What arrives of a tensor: a slice of the sequence, in that mode."""
@@ -135,11 +138,41 @@ class TensorRank:
                 undo.callback(setattr, module, "padding_idx", module.padding_idx)
                 setattr(module, "padding_idx", None)  # noqa: B010
 
+    def read_narrowed(self, ops: Sequence[Op]) -> Op | None:
+        """The first operator that reads an input as its module was shown it."""
+        return next((op for op in ops if any(view.storage in self._narrowed for view in op.inputs)), None)
+
+    def _narrow(self, cut: TensorCut, undo: ExitStack) -> None:
+        own, storages = OwnWidth(cut.shown, self._degree), self._run.storages
+
+        def show(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            with self._muted():
+                shown = own.enter(module, args, kwargs)
+            leaves = tree_leaves(shown)
+            self._narrowed |= {storages.number(leaves[place]) for place in cut.shown}
+            return shown
+
+        undo.callback(self._modules[cut.narrowed].register_forward_pre_hook(show, with_kwargs=True).remove)
+        for name in cut.columns:
+            hook = self._modules[name].register_forward_pre_hook(lambda module, args: (own.whole(args[0]), *args[1:]))
+            undo.callback(hook.remove)
+
+    @contextmanager
+    def _muted(self) -> Iterator[None]:
+        recorder = self._run.recorder
+        before, recorder.muted = recorder.muted, True
+        try:
+            yield
+        finally:
+            recorder.muted = before
+
     def _hook(self, cut: TensorCut, undo: ExitStack) -> None:
         gathered_outside = self._sequence_dim is not None and bool(cut.gather)
         if gathered_outside:
             door = self._modules[cut.gather]
             undo.callback(door.register_forward_pre_hook(self._module_input(cut.gather), with_kwargs=True).remove)
+        if cut.narrowed:
+            self._narrow(cut, undo)
         for name in cut.columns:
             module = self._modules[name]
             if cut.kind == "embedding":
@@ -313,6 +346,33 @@ class OwnHeads:
             as_given = next((whole for whole, own in taken if own is leaves[place]), None)
             leaves[place] = self._join(leaves[place], dim) if as_given is None else as_given
         return tree_unflatten(leaves, tree)
+
+
+class OwnWidth:
+    """Hooks of a module that takes the number of its features off the shape of its inputs (B, T, C = x.shape): its code
+    is shown tensors of those shapes with one rank's features, which have no numbers of their own, and its columns read
+    the whole. Repetitions in backward are given what was shown, so it says by itself what it stands for."""
+
+    def __init__(self, places: Sequence[int], degree: int) -> None:
+        self._places, self._degree = places, degree
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Hook before the module's forward."""
+        leaves, tree = tree_flatten((args, kwargs))
+        for place in self._places:
+            given = leaves[place]
+            leaves[place] = given.new_empty(()).expand(*given.shape[:-1], given.shape[-1] // self._degree)
+            setattr(leaves[place], _STANDS_FOR, given)
+        return tree_unflatten(leaves, tree)
+
+    @staticmethod
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        """What a column reads in place of what it is given."""
+        found: torch.Tensor = getattr(x, _STANDS_FOR, x)
+        return found
+
+
+_STANDS_FOR = "stands_for"
 
 
 class _Gather(torch.autograd.Function):
