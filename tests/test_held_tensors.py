@@ -250,6 +250,17 @@ def test_what_a_module_with_backward_hooks_returns_crosses_no_cut() -> None:
     )
 
 
+def test_a_module_without_parameters_that_hooks_its_backward_is_cut_nowhere_inside() -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        model[1].register_full_backward_hook(lambda module, given, grads: (given[0] / 2,))
+        return model
+
+    profile = trace(load_model(build, batch=lambda n: (torch.randn(n, 4),) * 2, loss=lambda out, b: out.sum()))
+
+    assert [layer.modules for layer in profile.layers] == [("0",), ("1", "2"), ("4",)]
+
+
 def hooks_between() -> nn.Module:
     class Hooked(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

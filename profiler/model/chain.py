@@ -35,7 +35,7 @@ from .building import in_evaluation
 from .chain_watch import CallEvent, ChainWatch, Cursor, Key, recording_outputs, stubbed
 from .layer_graph import bytes_over, wired
 from .layer_spans import LayerSpans, spans_of
-from .layer_units import Units, find_units
+from .layer_units import Units, find_units, has_backward_hooks
 from .loaded import Batch
 from .model_profile import Producer
 
@@ -566,7 +566,7 @@ def _sharding_problem(fake: FakeModel, watch: ChainWatch, layers: tuple[Layer, .
 def _join_hooked(root: nn.Module, watch: ChainWatch, found: LayerSpans) -> None:
     """What a module with backward hooks returns is known to a stage before torch puts them onto it: join the layers
     that it would cross between."""
-    hooked = any(map(_has_backward_hooks, root.modules()))
+    hooked = any(map(has_backward_hooks, root.modules()))
     crossing = next((c for c in _crossings(watch, found.each) if _is_hooked(root, c)), None) if hooked else None
     if crossing is not None:
         first, last = found.each[crossing.made_by][0], found.each[max(crossing.used_by)][1]
@@ -577,11 +577,7 @@ def _join_hooked(root: nn.Module, watch: ChainWatch, found: LayerSpans) -> None:
 
 def _is_hooked(root: nn.Module, crossing: Crossing) -> bool:
     kind, name = crossing.producer.kind, crossing.producer.name
-    return kind == "module" and _has_backward_hooks(root.get_submodule(name))
-
-
-def _has_backward_hooks(module: nn.Module) -> bool:
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+    return kind == "module" and has_backward_hooks(root.get_submodule(name))
 
 
 def _crossings(watch: ChainWatch, spans: list[tuple[int, int]]) -> tuple[Crossing, ...]:

@@ -9,7 +9,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Units:
-    """Outermost modules that are never cut (they have parameters), and which of them are layers on their own."""
+    """Outermost modules that are never cut (they have parameters, or hooks on their backward), and which of them are
+    layers on their own."""
 
     names: tuple[str, ...]
     elements: frozenset[str]
@@ -38,6 +39,7 @@ def find_units(root: nn.Module, closed: frozenset[str] = frozenset()) -> Units:
     opened = {""} | {".".join(name.split(".")[:i]) for name in containers for i in range(1, name.count(".") + 2)}
     names: list[str] = []
     _collect_units(root, "", opened, names, set())
+    names += _hooked_between(root, names)
     elements = {name for name in names if _holder(root, name, containers) in containers}
     elements |= _repeated_types(root, [name for name in names if name not in elements])
     if len(names) < 2:
@@ -146,6 +148,25 @@ def _collect_units(module: nn.Module, name: str, opened: set[str], names: list[s
         elif id(child) not in seen:
             seen.add(id(child))
             names.append(full)
+
+
+def _hooked_between(root: nn.Module, names: list[str]) -> list[str]:
+    """Modules without parameters, in none of these, that have hooks on their backward: torch puts something of its own
+    around what such a module does, which is no code between layers."""
+    units = tuple(f"{name}." for name in names)
+    return [
+        name
+        for name, module in root.named_modules()
+        if has_backward_hooks(module)
+        and _runs(module)
+        and next(module.parameters(), None) is None
+        and not f"{name}.".startswith(units)
+    ]
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks on its backward (register_full_backward_hook and the like)."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _repeated_types(root: nn.Module, names: list[str]) -> set[str]:

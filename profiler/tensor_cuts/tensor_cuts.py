@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..model.chain import LayerChain
 from ..model.layer_run import LayerRun
+from ..model.layer_units import has_backward_hooks
 from ..model.model_profile import TensorCut
 from ..running.fake import FakeModel
 from ..running.meters import View
@@ -152,7 +153,8 @@ def gathering_ways(
 
     def around(cut: TensorCut, names: tuple[str, ...]) -> TensorCut:
         shared = _around_all(names)
-        usable = cut.rows and shared and shared in modules and not _hooks_backward(modules[shared])
+        # hooks there would see what each rank has of the gradient of all tokens, which is summed after them
+        usable = cut.rows and shared and shared in modules and not has_backward_hooks(modules[shared])
         return cut.model_copy(update={"gather": shared}) if usable else cut
 
     ways = [tuple(cuts)]
@@ -476,12 +478,6 @@ class _Probe:
             return head
         gathers = any(collective.kind == "all_gather" for collective in seen.collectives)
         return head if gathers or not any(op.kind == "loss" for op in seen.ops) else apart
-
-
-def _hooks_backward(module: nn.Module) -> bool:
-    """Whether a module has hooks on its backward: where a sequence is gathered before it, they see what each rank has
-    of the gradient of all tokens, which is summed after them."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 _Divided = tuple[str, str | int]
