@@ -117,7 +117,7 @@ def closest_of_all(explorer: Explorer, pins: Pins, even: Closest, deadline: floa
         roomier = Explorer(
             explorer.profile, _with_memory(explorer.cluster, middle), explorer.training, explorer.framework
         )
-        found = roomier.explore(pins, max(deadline, time.monotonic() + EACH_S), near=0, any_will_do=True)
+        found = roomier.explore(pins, deadline, near=0, any_will_do=True)
         if found.best is not None:
             plan = explorer.plan_of(found.best)
             closest = Closest(plan, estimate(plan, explorer.profile))

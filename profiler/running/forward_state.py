@@ -306,7 +306,7 @@ def _numbers(tensor: torch.Tensor, silent: bool, keep_copy: bool) -> Changeable:
             return True
         if tells is None:
             with _disable_current_modes():
-                tells = torch.equal(_own_part(value[1]), _own_part(tensor))
+                tells = torch.equal(_own_numbers(value[1]), _own_numbers(tensor))
             if not tells:
                 known.clear()
         return not tells
@@ -319,11 +319,14 @@ def _numbers(tensor: torch.Tensor, silent: bool, keep_copy: bool) -> Changeable:
     return Changeable(take, differs, put)
 
 
-def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+def _own_numbers(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor that is spread over ranks: to compare it all would wait for those, of which some
-    may not have it in their part of the model."""
+    may not have it in their part of the model. Of a sparse or nested one the numbers that it holds, which alone torch
+    compares."""
     own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return own
+    if own.is_sparse:
+        return own._values()
+    return own if own.layout == torch.strided and not own.is_nested else own.values()
 
 
 def _running_statistics(root: nn.Module) -> set[int]:
