@@ -139,9 +139,22 @@ def rule_of(error: ValidationError, model: type[BaseModel]) -> str:
             return f"it should be {low} {'' if high.startswith('to') else 'and '}{high}"
     if first["type"] == "missing":
         return "it is missing"
+    if first["type"] == "extra_forbidden":
+        names = _names_in(model, list(first["loc"][:-1]))
+        return "there is nothing of that name" + (f"; there are {', '.join(names)}" if names else "")
     if first["type"] in ("model_type", "dict_type"):
         return "it should be a table of names and values, { name = value, ... }"
     return first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+
+
+def _names_in(model: type[BaseModel], where: list[int | str]) -> list[str]:
+    """Names of what a table inside of a model may have, if tables alone lead to it."""
+    for step in where:
+        field = model.model_fields.get(str(step))
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return []
+        model = field.annotation
+    return sorted(model.model_fields)
 
 
 def _ends(kind: Any, where: list[int | str]) -> dict[str, float]:

@@ -68,6 +68,14 @@ def test_an_unknown_stack_is_refused_with_those_there_are() -> None:
         load_software("deepspeed")
 
 
+def test_a_name_that_is_none_of_a_table_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[mine]\ndescription = "mine"\n[mine.memory]\nactivations = 0.9\n')
+
+    with pytest.raises(ValueError, match=r"memory.activations: there is nothing of that name; there are .*, fuses, "):
+        load_software(str(path))
+
+
 def test_a_file_that_holds_no_stack_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text("[mine]\nspeed = 3\n")
