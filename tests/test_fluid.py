@@ -41,7 +41,19 @@ def chain_of(draw: random.Random, table: Table) -> list[Layers]:
     return runs
 
 
-def steps_of(table: Table, runs: list[Layers], room: float, wait_s: float) -> list[float]:
+def waits_of(draw: random.Random, runs: list[Layers]) -> list[float]:
+    """[layer but the last] -> seconds that stages wait for what crosses after it: none, the same, or not."""
+    number = sum(int(run.count) for run in runs) - 1
+    return draw.choice(([0.0] * number, [0.1] * number, [draw.choice((0.0, 0.1, 0.5, 2.0)) for _ in range(number)]))
+
+
+def least_waits(waits_s: list[float], num_stages: int) -> np.ndarray:
+    """[stage but the last] -> the least of those where it may end."""
+    ends = itertools.combinations(waits_s, num_stages - 1)
+    return np.min([*ends], axis=0)
+
+
+def steps_of(table: Table, runs: list[Layers], room: float, waits_s: list[float]) -> list[float]:
     """Simulated steps of all cuts whose layers all take one option that fits."""
     order = [r for r, layers in enumerate(runs) for _ in range(int(layers.count))]
     rank_of, found = table.rank_of, []
@@ -59,8 +71,9 @@ def steps_of(table: Table, runs: list[Layers], room: float, wait_s: float) -> li
                 [sum(getattr(runs[r], name)[o] for r in stage) for stage in stages]
                 for name in ("forward_s", "backward_s", "weight_s")
             )
-            forward = [seconds + wait_s * (s > 0) for s, seconds in enumerate(forward)]
-            backward = [seconds + wait_s * (s < len(stages) - 1) for s, seconds in enumerate(backward)]
+            waits = [waits_s[end - 1] for end in inner]
+            forward = [seconds + wait for seconds, wait in zip(forward, [0.0, *waits], strict=True)]
+            backward = [seconds + wait for seconds, wait in zip(backward, [*waits, 0.0], strict=True)]
             found.append(simulated_step_s(table.schedule, forward, backward, once, table.num_microbatches, weight))
     return found
 
@@ -71,13 +84,13 @@ def test_no_step_is_shorter_than_the_program_and_whole_layers_come_nearer(table:
     draw = random.Random(table.schedule + str(room))
     for _ in range(4):
         runs, pipelines = chain_of(draw, table), FluidPipelines()
-        rooms, wait_s = [room] * table.num_ranks, draw.choice((0.0, 0.1))
-        steps = steps_of(table, runs, room, wait_s)
+        rooms, waits_s = [room] * table.num_ranks, waits_of(draw, runs)
+        steps, least_waits_s = steps_of(table, runs, room, waits_s), least_waits(waits_s, table.num_stages)
 
-        least_s, layers = pipelines.least_s(table, runs, rooms, wait_s)
+        least_s, layers = pipelines.least_s(table, runs, rooms, least_waits_s)
         if not steps:
             continue
-        whole_s, _ = pipelines.whole(table, runs, rooms, wait_s, 0.0, min(steps) * (1 - 1e-6), 10.0)
+        whole_s, _ = pipelines.whole(table, runs, rooms, least_waits_s, 0.0, min(steps) * (1 - 1e-6), 10.0)
 
         assert 0.5 * min(steps) < least_s <= min(steps) * (1 + 1e-9)
         assert least_s * (1 - 1e-3) <= max(whole_s, least_s) <= min(steps) * (1 + 1e-9)
@@ -108,7 +121,7 @@ def test_a_program_that_drops_idle_paths_finds_the_same(monkeypatch: pytest.Monk
 def test_whole_layers_are_bounded_by_the_best_of_all_cuts() -> None:
     table, draw = Table("zb-h1", 3, 6, 1), random.Random(4)
     runs = chain_of(draw, table)
-    best_s = min(steps_of(table, runs, 1e9, 0.0))
+    best_s = min(steps_of(table, runs, 1e9, [0.0] * 20))
 
     below_s, none = FluidPipelines().whole(table, runs, [1e9] * 3, 0.0, 0.0, best_s * (1 - 1e-4), 30.0)
     above_s, found = FluidPipelines().whole(table, runs, [1e9] * 3, 0.0, 0.0, best_s * (1 + 1e-4), 30.0)
@@ -144,15 +157,16 @@ def many_of(runs: list[Layers], table: Table) -> tuple[list[ManyLayers], np.ndar
 def test_no_step_is_shorter_than_whole_layers_on_ranks_allow(table: Table, room: float) -> None:
     draw, tight = random.Random(table.schedule + str(room)), []
     for _ in range(12):
-        runs, wait_s = chain_of(draw, table), draw.choice((0.0, 0.1))
+        runs = chain_of(draw, table)
+        waits_s = waits_of(draw, runs)
         many, _ = many_of(runs, table)
         flights = np.array([draw.choice((1.0, 1.0, 2.0, 5.0)) for _ in range(table.num_stages)])
         for run in runs:  # what a micro-batch keeps is alike on all stages, as of many shapes
             run.bytes[:] = flights[:, None] * run.bytes[0]
-        steps = steps_of(table, runs, room, wait_s)
+        steps = steps_of(table, runs, room, waits_s)
 
         rooms = np.full((table.num_ranks, 1), room)
-        on = OnDevice(many, rooms, np.array([wait_s]), np.zeros(1))
+        on = OnDevice(many, rooms, least_waits(waits_s, table.num_stages)[:, None], np.zeros(1))
         bound = float(least_of_ranks_s(table, [on], flights)[0])
 
         assert bound <= min(steps, default=float("inf")) * (1 + 1e-9)
@@ -170,7 +184,7 @@ def test_whole_layers_on_ranks_are_told_from_divided_ones() -> None:
         return ManyLayers(count, *each)
 
     runs = [layers(1, 0.1), layers(8, 1.0), layers(1, 1.0)]
-    on = OnDevice(runs, np.ones((4, 1)), np.zeros(1), np.zeros(1))
+    on = OnDevice(runs, np.ones((4, 1)), np.zeros((7, 1)), np.zeros(1))
     bound = float(least_of_ranks_s(table, [on], np.ones(8))[0])
 
     # 9.1 seconds of layers for four ranks: 2.275 each if divided, but one has three of 1 s or two with another's 1 s
@@ -187,7 +201,7 @@ def test_layers_on_ranks_hold_what_each_stage_has_in_flight_and_in_a_turn_of_two
     )
     in_flight = np.array([flights, flights, 2.0, 2.0])
 
-    on = OnDevice([layers], np.full((2, 1), 8.0), np.zeros(1), np.zeros(1))
+    on = OnDevice([layers], np.full((2, 1), 8.0), np.zeros((3, 1)), np.zeros(1))
     bound = float(least_of_ranks_s(table, [on], in_flight)[0])
 
     # each rank has three layers, one of them at least in its first stage, and keeps 8 bytes: it runs a part of the
@@ -205,7 +219,8 @@ def test_prices_of_one_shape_bound_itself_exactly_and_others_from_below(table: T
         for runs in both:  # bytes alike on all stages, as of many shapes
             for run in runs:
                 run.bytes[:] = run.bytes[0]
-        seconds = [pipelines.least_s(table, runs, [room] * table.num_ranks, 0.05)[0] for runs in both]
+        waits_s = np.array([draw.choice((0.0, 0.05, 0.5)) for _ in range(table.num_stages - 1)])
+        seconds = [pipelines.least_s(table, runs, [room] * table.num_ranks, waits_s)[0] for runs in both]
         if not all(map(np.isfinite, seconds)):
             continue
         prices = pipelines.prices[table][-1]  # of the second
@@ -214,7 +229,7 @@ def test_prices_of_one_shape_bound_itself_exactly_and_others_from_below(table: T
         for runs in both:
             many, flights = many_of(runs, table)
             rooms = np.full((table.num_ranks, 1), room)
-            bound = least_of_many_s(table, [prices], many, flights, rooms, np.array([0.05]), np.zeros(1), [scale])
+            bound = least_of_many_s(table, [prices], many, flights, rooms, waits_s[:, None], np.zeros(1), [scale])
             bounds.append(float(bound[0]))
 
         assert bounds[0] <= seconds[0] * (1 + 1e-3)
@@ -235,7 +250,7 @@ def test_kinds_in_any_order_take_no_longer_than_in_theirs_and_nearly_as_long(tab
     draw = random.Random(table.schedule)
     for _ in range(4):
         runs, room = in_turn(draw, table), draw.uniform(10, 40)
-        steps, rooms = steps_of(table, runs, room, 0.05), [room] * table.num_ranks
+        steps, rooms = steps_of(table, runs, room, [0.05] * len(runs)), [room] * table.num_ranks
         ordered, free = FluidPipelines(), FluidPipelines()
 
         ordered_s, _ = ordered.least_s(table, runs, rooms, 0.05)
@@ -249,7 +264,8 @@ def test_kinds_in_any_order_take_no_longer_than_in_theirs_and_nearly_as_long(tab
             many, flights = many_of([replace(run, bytes=run.bytes[:1]) for run in runs], table)
             shape_rooms = np.full((table.num_ranks, 1), room)
             prices = free.prices[table][-1]
-            bound = least_of_many_s(table, [prices], many, flights, shape_rooms, np.array([0.05]), np.zeros(1), [0.0])
+            waits_s = np.full((table.num_stages - 1, 1), 0.05)
+            bound = least_of_many_s(table, [prices], many, flights, shape_rooms, waits_s, np.zeros(1), [0.0])
             assert float(bound[0]) <= free_s * (1 + 1e-6)
 
 

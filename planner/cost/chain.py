@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import TypeVar
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from ...profiler.model.model_profile import CrossingTensor, ModelProfile
@@ -176,6 +177,15 @@ class Chain:
         found = np.zeros((max(rank_of) + 1, per_run.shape[1]))
         for stage, rank in enumerate(rank_of):
             found[rank] = np.maximum(found[rank], per_run[self.may_end(stage, len(rank_of))].min(axis=0))
+        return found
+
+    def least_between(self, each: Floats, num_stages: int) -> Floats:
+        """[stage but the last] -> the least of what is given by place, over the places where the stage may end: every
+        other stage has some place. each: [number of the place], and further dimensions that stay."""
+        spare = len(self.places) - num_stages
+        if spare < 1:
+            return np.zeros((num_stages - 1, *each.shape[1:]))
+        found: Floats = sliding_window_view(each[1:-1], spare, axis=0).min(axis=-1)
         return found
 
     def counted_twice(self, shape: Shape) -> float:

@@ -248,8 +248,8 @@ class Bounds:
         many = self._memory.layers(family, leaves, some[alike], recompute_of(family, space.pins), space.pins)
         if many is None:
             return least
-        runs, flights, rooms, wait_s, end_s = many
-        each = least_of_many_s(table, known, runs, flights, rooms, wait_s, end_s, SCALES)
+        runs, flights, rooms, waits_s, end_s = many
+        each = least_of_many_s(table, known, runs, flights, rooms, waits_s, end_s, SCALES)
         least[alike] = np.maximum(least[alike], each)
         return least
 
@@ -260,9 +260,9 @@ class Bounds:
         places where stages begin that are nearest to the solution), by a program (fluid.py); as soon as they are known
         to be `enough_s`, no more is looked for. in_order: whether layers stay in their order, which takes longer where
         kinds take turns (`kinds_take_turns`)."""
-        runs, rooms, wait_s, end_s, turns = fluid_layers(prices)
+        runs, rooms, waits_s, end_s, turns = fluid_layers(prices)
         table = Table.of(prices.shape)
-        found, layers = self.pipelines.least_s(table, runs, rooms, wait_s, end_s, enough_s, turns, in_order)
+        found, layers = self.pipelines.least_s(table, runs, rooms, waits_s, end_s, enough_s, turns, in_order)
         return found * (1 - ROUNDING), self._nearest(layers) if found < enough_s else None
 
     @cached_property
@@ -276,9 +276,9 @@ class Bounds:
     ) -> tuple[float, Ints | None]:
         """(seconds that no plan of a pipeline's shape beats, cuts that may be below `below_s`), by the integer program
         of fluid.py in so many seconds."""
-        runs, rooms, wait_s, end_s, turns = fluid_layers(prices)
+        runs, rooms, waits_s, end_s, turns = fluid_layers(prices)
         table = Table.of(prices.shape)
-        found, layers = self.pipelines.whole(table, runs, rooms, wait_s, end_s, below_s, seconds, turns)
+        found, layers = self.pipelines.whole(table, runs, rooms, waits_s, end_s, below_s, seconds, turns)
         return found * (1 - ROUNDING), None if layers is None else self._nearest(layers)
 
     def _nearest(self, layers: Floats) -> Ints:
@@ -391,9 +391,10 @@ def recompute_of(family: Family, pins: Pins) -> Recompute | None:
     return "none" if family.schedule in ZERO_BUBBLE else pins.recompute
 
 
-FluidLayers = tuple[list[Layers], list[float], float, float, list[LayerTurns]]
-"""What the layers of a shape cost in a program: (of each run, bytes of each rank, seconds that a stage waits for a
-transfer, seconds at the end of a step beyond those of layers, the turns of layers on ranks of several stages)."""
+FluidLayers = tuple[list[Layers], list[float], Floats, float, list[LayerTurns]]
+"""What the layers of a shape cost in a program: (of each run, bytes of each rank, seconds waited for what crosses after
+each stage but the last, seconds at the end of a step beyond those of layers, the turns of layers on ranks of several
+stages)."""
 
 
 def fluid_layers(prices: StagePrices | UnequalPrices) -> FluidLayers:
@@ -403,7 +404,7 @@ def fluid_layers(prices: StagePrices | UnequalPrices) -> FluidLayers:
     memory, rooms, turns = _held(prices)
     runs = [_layers(prices, group, memory) for group in prices.chain.alike]
     shared = prices.chain.counted_twice(prices.shape)
-    return runs, rooms, _waited_s(prices), -shared * _update_s(prices), turns
+    return runs, rooms, _waits_s(prices), -shared * _update_s(prices), turns
 
 
 def _held(prices: StagePrices) -> tuple[list[Floats], list[float], list[LayerTurns]]:
@@ -434,10 +435,11 @@ def _update_s(prices: StagePrices) -> float:
     return prices.model.optimizer_s(1.0, prices.shape.offload_optimizer) / prices.shape.sharded_over
 
 
-def _waited_s(prices: StagePrices) -> float:
-    """Seconds that a stage waits at least for the transfer on one of its sides."""
-    crossings = prices.model.crossings(prices.shape)
-    return min((crossings[place].waited_s for place in prices.chain.places[1:-1]), default=0.0)
+def _waits_s(prices: StagePrices) -> Floats:
+    """[stage but the last] -> seconds that it and the next one each wait at least for what crosses between them."""
+    chain, shape, crossings = prices.chain, prices.shape, prices.model.crossings(prices.shape)
+    at_place = np.array([crossings[place].waited_s for place in chain.places])
+    return chain.least_between(at_place, shape.pipeline * shape.virtual_stages)
 
 
 def _on_unequal(prices: UnequalPrices) -> FluidLayers:
@@ -462,7 +464,7 @@ def _on_unequal(prices: UnequalPrices) -> FluidLayers:
         runs.append(Layers(alike[0].count, forward_s, backward_s, weight_s, held, once_s))
     shared = chain.counted_twice(prices.shape)
     end_s = -shared * max(map(_update_s, prices.by_kind))
-    return runs, rooms.tolist(), min(map(_waited_s, prices.by_kind)), end_s, []
+    return runs, rooms.tolist(), np.min([*map(_waits_s, prices.by_kind)], axis=0), end_s, []
 
 
 def _held_by_several(prices: StagePrices, shared: float) -> tuple[list[Floats], list[float], list[LayerTurns]]:

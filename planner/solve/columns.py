@@ -250,6 +250,7 @@ class StagePrices:
         arrived = np.array([row.max() for row in self._arrived])[self.chain.first_runs]
         known: dict[int, Floats] = {}
         found, spare = np.zeros(num_stages), len(at_place) - num_stages
+        sent = self.chain.least_between(at_place, num_stages)
         for stage in range(num_stages):
             flights = shape.in_flight(stage)
             if flights not in known:
@@ -258,7 +259,7 @@ class StagePrices:
             compositions = self.chain.composition_of[begins, ends]
             found[stage] = known[flights][compositions[compositions >= 0]].min(initial=np.inf)
             if stage < num_stages - 1:
-                found[stage] += (flights + 1) * at_place[ends].min()
+                found[stage] += (flights + 1) * sent[stage]
         return found
 
     def bounds(

@@ -171,9 +171,16 @@ class PathPrices:
     given_s: float
 
     @property
-    def num_waits(self) -> float:
-        """Transfers that are waited for."""
-        return float(self.passes[0, 1:].sum() + self.passes[1, :-1].sum())
+    def num_waits(self) -> Floats:
+        """[stage but the last] -> transfers after it that are waited for."""
+        return _num_waits(self.passes)
+
+
+def _num_waits(passes: Floats) -> Floats:
+    """[stage but the last] -> times that passes wait for what crosses after it: forwards of the next one, and its own
+    backwards."""
+    waits: Floats = passes[0, 1:] + passes[1, :-1]
+    return waits
 
 
 class FluidPipelines:
@@ -191,7 +198,7 @@ class FluidPipelines:
         table: Table,
         runs: Sequence[Layers],
         rooms: Sequence[float],
-        wait_s: float,
+        waits_s: Floats | float,
         least_end_s: float = 0.0,
         enough_s: float = float("inf"),
         turns: Sequence[LayerTurns] = (),
@@ -202,12 +209,12 @@ class FluidPipelines:
         holds in the solution); infinite if the layers cannot be held. Where not all cuts and options take as long, what
         is found is not always the most that could be: unless there is a time until which it is looked for.
 
-        rooms: [rank] -> bytes; wait_s: that a stage waits at least for the transfer on each of its sides; least_end_s:
-        seconds that a step takes after the last pass of any rank, beyond those of layers (negative where they count
-        weights twice); turns: where whole layers on ranks are to count; in_order: whether layers stay in their order,
-        or those of a kind may be in any stages.
+        rooms: [rank] -> bytes; waits_s: [stage but the last] -> that it and the next one each wait at least for what
+        crosses between them; least_end_s: seconds that a step takes after the last pass of any rank, beyond those of
+        layers (negative where they count weights twice); turns: where whole layers on ranks are to count; in_order:
+        whether layers stay in their order, or those of a kind may be in any stages.
         """
-        program = self._program(table, runs, rooms, wait_s, least_end_s, in_order=in_order)
+        program = self._program(table, runs, rooms, waits_s, least_end_s, in_order=in_order)
         least_s = program.solve_with_paths(enough_s, until_s)
         if np.isinf(least_s) or not program.is_solved:
             return least_s, program.layers
@@ -216,7 +223,7 @@ class FluidPipelines:
         del self.prices[table][:-MOST_PRICES]
         self.num_prices[table] += 1
         if turns and in_order and least_s < enough_s < float("inf"):
-            program = self._program(table, runs, rooms, wait_s, least_end_s, turns, enough_s)
+            program = self._program(table, runs, rooms, waits_s, least_end_s, turns, enough_s)
             least_s = max(least_s, min(program.solve_with_paths(enough_s, until_s), enough_s))
         return least_s, program.layers
 
@@ -225,14 +232,14 @@ class FluidPipelines:
         table: Table,
         runs: Sequence[Layers],
         rooms: Sequence[float],
-        wait_s: float,
+        waits_s: Floats | float,
         least_end_s: float,
         turns: Sequence[LayerTurns] = (),
         below_s: float = float("inf"),
         in_order: bool = True,
     ) -> "_Program":
         """The program with the paths that are known, for steps below that if `turns` are given."""
-        program = _Program(table, runs, rooms, wait_s, least_end_s, in_order)
+        program = _Program(table, runs, rooms, waits_s, least_end_s, in_order)
         if turns:
             program.leave_turns(turns, rooms, below_s)
             program.keep_options_whole(turns, rooms, below_s)
@@ -245,7 +252,7 @@ class FluidPipelines:
         table: Table,
         runs: Sequence[Layers],
         rooms: Sequence[float],
-        wait_s: float,
+        waits_s: Floats | float,
         least_end_s: float,
         below_s: float,
         seconds: float,
@@ -256,11 +263,11 @@ class FluidPipelines:
         every rank, which says most of it, then in every stage with every option. The bound is `below_s` where there is
         no solution."""
         end_s = min(time.monotonic() + TO_THE_END_S, self.deadline_s)
-        least_s, _ = self.least_s(table, runs, rooms, wait_s, least_end_s, below_s, turns, until_s=end_s)
+        least_s, _ = self.least_s(table, runs, rooms, waits_s, least_end_s, below_s, turns, until_s=end_s)
         if least_s >= below_s:
             return below_s, None
         until_s = min(time.monotonic() + seconds, self.deadline_s)
-        program = self._program(table, runs, rooms, wait_s, least_end_s, turns, below_s)
+        program = self._program(table, runs, rooms, waits_s, least_end_s, turns, below_s)
         program.deadline_s = until_s
         least_s = max(least_s, min(program.solve_with_paths(below_s, until_s), below_s))
         if least_s >= below_s:
@@ -331,21 +338,21 @@ def least_of_many_s(
     runs: Sequence[ManyLayers],
     flights: Floats,
     rooms: Floats,
-    wait_s: Floats,
+    waits_s: Floats,
     least_end_s: Floats,
     scales: Sequence[float] = (1.0,),
 ) -> Floats:
     """[shape] -> seconds that no step of shapes with the table beats, by the prices of others, the most that any of
-    them shows. flights: [stage] -> micro-batches; rooms: [rank][shape] -> bytes; wait_s, least_end_s: [shape], as of
-    `least_s`; scales: of the prices of memory, any of which gives a bound."""
+    them shows. flights: [stage] -> micro-batches; rooms: [rank][shape] -> bytes; waits_s, least_end_s: [stage but
+    the last][shape] and [shape], as of `least_s`; scales: of the prices of memory, any of which gives a bound."""
     rank_of, last = np.array(table.rank_of), table.num_stages - 1
     each = np.repeat(np.arange(len(prices)), len(scales))  # [price], at each of the scales
     scale = np.tile(np.array(scales), len(prices))
     per_byte_s = np.array([one.per_byte_s for one in prices])[each] * scale[:, None]
     ends, given = (np.array([getattr(one, name) for one in prices]) for name in ("ends", "given"))
     passes = np.array([one.passes for one in prices]).transpose(1, 0, 2)
-    waits, given_s = (np.array([getattr(one, name) for one in prices])[each, None] for name in ("num_waits", "given_s"))
-    seconds: Floats = waits * wait_s + least_end_s + given_s - per_byte_s @ rooms
+    num_waits, given_s = (np.array([getattr(one, name) for one in prices])[each] for name in ("num_waits", "given_s"))
+    seconds: Floats = num_waits @ waits_s + least_end_s + given_s[:, None] - per_byte_s @ rooms
     known: dict[tuple[int, int | None], Floats] = {}  # by kind, and the stage if that is known: [price][stage][shape]
     counts: dict[tuple[tuple[int, int | None], bytes], tuple[float, Floats]] = {}
     for r, layers in enumerate(runs):
@@ -389,12 +396,13 @@ class _Program:
         table: Table,
         each: Sequence[Layers],
         rooms: Sequence[float],
-        wait_s: float,
+        waits_s: Floats | float,
         least_end_s: float,
         in_order: bool = True,
     ) -> None:
         runs, self._united_of = united(each, neighbours_only=in_order)
-        self.table, self.runs, self.wait_s, self.least_end_s = table, runs, wait_s, least_end_s
+        self.table, self.runs, self.least_end_s = table, runs, least_end_s
+        self.waits_s = np.broadcast_to(waits_s, table.num_stages - 1)
         num_stages, split = table.num_stages, table.schedule in ZERO_BUBBLE
         rank_of = np.array(table.rank_of)
         stage: list[int] = []
@@ -562,7 +570,7 @@ class _Program:
     def _add(self, path: CriticalPath) -> None:
         passes = path.passes
         each = (passes[:, self.stage] * self.seconds).sum(axis=0) + np.where(self.rank == path.rank, self.once_s, 0.0)
-        waits = self.wait_s * float(passes[0, 1:].sum() + passes[1, :-1].sum()) + self.least_end_s
+        waits = float(_num_waits(passes) @ self.waits_s) + self.least_end_s
         where = np.append(np.flatnonzero(each), self.num).astype(np.int32)
         values = np.append(-each[where[:-1]], self.unit_s) / self.unit_s
         self._model.addRow(waits / self.unit_s, highspy.kHighsInf, len(where), where, values)
@@ -651,8 +659,8 @@ class _Program:
         """([forward, backward, weight][stage] -> seconds, transfers included, [rank] -> at the end) of the solution."""
         num_stages = self.table.num_stages
         seconds = np.array([_sums(self.stage, self.amounts * each, num_stages) for each in self.seconds])
-        seconds[0, 1:] += self.wait_s
-        seconds[1, :-1] += self.wait_s
+        seconds[0, 1:] += self.waits_s
+        seconds[1, :-1] += self.waits_s
         return seconds, _sums(self.rank, self.amounts * self.once_s, self.table.num_ranks) + self.least_end_s
 
     def solve_with_paths(self, enough_s: float, until_s: float | None = None) -> float:

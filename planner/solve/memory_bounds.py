@@ -93,8 +93,8 @@ class MemoryBounds:
         self, family: Family, leaves: Leaves, some: Ints, recompute: Recompute | None, pins: Pins
     ) -> tuple[list[ManyLayers], Floats, Floats, Floats, Floats] | None:
         """What layers take in these shapes of a pipeline, as least_of_many_s of fluid.py wants it: ([run] of layers,
-        [stage] -> micro-batches, [rank][shape] -> bytes, and [shape] -> seconds waited for a transfer and at the end);
-        None where nothing is known of what they keep."""
+        [stage] -> micro-batches, [rank][shape] -> bytes, [stage but the last][shape] -> seconds waited for a transfer
+        after it, and [shape] -> seconds at the end); None where nothing is known of what they keep."""
         ways, bounds, shape = self._ways(family, leaves, recompute, pins.offered), self.bounds, family.frugal
         if not all(ways.names):
             return None
@@ -131,11 +131,12 @@ class MemoryBounds:
         rooms = np.tile(room - shape.virtual_stages * self.model.held_bytes(shape), (family.pipeline, 1))
         rank_of = [rank_and_chunk(shape.schedule, stage, shape.pipeline)[0] for stage in range(num_stages)]
         rooms -= bounds.chain.least_turns(rank_of, alone[bounds.kind_of_run])
-        crossings, inner = self.model.crossings(shape), bounds.chain.places[1:-1]
-        crossing = min((crossings[place].bytes for place in inner), default=0.0)
+        crossings = self.model.crossings(shape)
+        at_place = np.array([crossings[place].bytes for place in bounds.chain.places])
+        crossing = bounds.chain.least_between(at_place, num_stages)
         for stage, rank in enumerate(rank_of[:-1]):
-            rooms[rank] -= (flights[stage] + 1) * crossing
-        return runs, flights, rooms, bounds.least_wait_s(family, leaves)[some], -data.twice_s[some]
+            rooms[rank] -= (flights[stage] + 1) * crossing[stage]
+        return runs, flights, rooms, bounds.least_between_s(family, leaves)[:, some], -data.twice_s[some]
 
     def columns(self, family: Family, leaves: Leaves, recompute: Recompute | None, pins: Pins) -> DeviceColumns:
         """What every stage of these shapes of a pipeline can take on this device, whatever the schedule."""

@@ -133,24 +133,38 @@ def all_cuts(num_inner: int, num_stages: int) -> Ints:
 
 
 def _least_s(prices: Prices, cuts: Ints) -> Floats:
-    """[cuts] -> seconds of a step in which every layer takes each of its least times."""
+    """[cuts] -> seconds of a step in which every layer takes each of its least times, and stages wait for what crosses
+    these places."""
     shape = prices.shape
     frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
+    received_s, sent_s = _waited(prices, cuts)
 
     def of_stages(seconds: Callable[[LayerCost], float]) -> list[Floats]:
         return list(loads(cuts, _passed(prices, frame, seconds)).T)
 
     once_s, weight_s = of_stages(lambda cost: cost.once_data_s), of_stages(lambda cost: cost.weight_s)
     input_s = of_stages(lambda cost: cost.backward_total_s - cost.weight_s)
+    forward_s = of_stages(lambda cost: cost.forward_total_s)
     found: Floats = simulated_step_s(
         shape.schedule,
-        of_stages(lambda cost: cost.forward_total_s),
-        [each + weight for each, weight in zip(input_s, weight_s, strict=True)],
+        [each + wait for each, wait in zip(forward_s, received_s, strict=True)],
+        [each + weight + wait for each, weight, wait in zip(input_s, weight_s, sent_s, strict=True)],
         [np.sum([once_s[stage] for stage in frame.stages(rank)], axis=0) for rank in range(frame.num_ranks)],
         shape.num_microbatches,
         weight_s,
     )
     return found
+
+
+def _waited(prices: Prices, cuts: Ints) -> tuple[Floats, Floats]:
+    """([stage][cuts] -> seconds that a stage waits for what it receives, the same for what it sends)."""
+    received_s, sent_s = np.zeros((2, cuts.shape[1] - 1, len(cuts)))
+    for stage in range(cuts.shape[1] - 1):
+        on = prices.on(stage)
+        crossings = on.model.crossings(on.shape)
+        at_place = np.array([crossings[place].waited_s for place in on.chain.places])
+        received_s[stage], sent_s[stage] = at_place[cuts[:, stage]], at_place[cuts[:, stage + 1]]
+    return received_s, sent_s
 
 
 def polished(prices: Prices, found: Assignment, deadline_s: float) -> Assignment:

@@ -35,12 +35,12 @@ TINY = 1e-9
 
 @dataclass(frozen=True)
 class OnDevice:
-    """What layers cost on one kind of device: `runs` of the chain there; rooms: [rank][shape] -> bytes; wait_s, end_s:
-    [shape], as of fluid.least_of_many_s."""
+    """What layers cost on one kind of device: `runs` of the chain there; rooms: [rank][shape] -> bytes; waits_s, end_s:
+    [stage but the last][shape] and [shape], as of fluid.least_of_many_s."""
 
     runs: Sequence[ManyLayers]
     rooms: Floats
-    wait_s: Floats
+    waits_s: Floats
     end_s: Floats
 
 
@@ -55,7 +55,7 @@ def least_of_ranks_s(
     on_rank = np.zeros(num_ranks, dtype=np.int64) if on is None else on
     ends = {stage: run for stage, run in ((0, 0), (last, len(runs) - 1)) if runs[run].count == 1}
     inner = [run for run in range(len(runs)) if run not in ends.values()]
-    num_shapes = len(devices[0].wait_s)
+    num_shapes = len(devices[0].end_s)
     if not inner or last == 0:
         return np.zeros(num_shapes)
     common = max(inner, key=lambda run: runs[run].count)
@@ -66,13 +66,15 @@ def least_of_ranks_s(
         np.array([np.min([getattr(d.runs[r], name) for r in alike], axis=0) for d in devices])[on_rank]
         for name in ("both_s", "fixed", "once_s")
     )
-    wait_s, least_end_s = (np.min([getattr(d, name) for d in devices], axis=0) for name in ("wait_s", "end_s"))
+    waits_s, least_end_s = (np.min([getattr(d, name) for d in devices], axis=0) for name in ("waits_s", "end_s"))
+    nothing = np.zeros((1, num_shapes))
+    both_sides_s = np.concatenate((nothing, waits_s)) + np.concatenate((waits_s, nothing))
     rooms = np.array([d.rooms for d in devices])[on_rank, np.arange(num_ranks)]
     # of the first and the last layer, and of transfers
     own_s, own_once_s, sides_s = (np.zeros((num_ranks, num_shapes)) for _ in range(3))
     fewest, own = np.full(num_ranks, np.inf), [list[float]() for _ in range(num_ranks)]
     for stage, rank in enumerate(table.rank_of):
-        sides_s[rank] += ((stage > 0) + (stage < last)) * wait_s
+        sides_s[rank] += both_sides_s[stage]
         flight = max(float(flights[stage]), TINY)
         fewest[rank] = min(fewest[rank], flight)
         if stage in ends:
@@ -93,7 +95,7 @@ def least_of_ranks_s(
     each = [_again_s(own, fewest, *_trade([device.runs[run] for run in alike]), beside, most) for device in devices]
     seconds = np.array(each)[on_rank, np.arange(num_ranks)]
     seconds = table.num_microbatches * (seconds + numbers * both_s[:, :, None] + (own_s + sides_s)[:, :, None])
-    ahead_s, after_s = _ways_there_and_back(table, devices, ends.get(0), kinds, int(on_rank[0]), wait_s)
+    ahead_s, after_s = _ways_there_and_back(table, devices, ends.get(0), kinds, int(on_rank[0]), waits_s)
     seconds += (ahead_s + least_end_s)[:, :, None]
     once = numbers * once_s[:, :, None] + own_once_s[:, :, None]
     seconds += once if table.schedule in ZERO_BUBBLE else np.maximum(once, after_s[:, :, None])
@@ -155,7 +157,7 @@ def _nth(seconds: Floats, number: int) -> Floats:
 
 
 def _ways_there_and_back(
-    table: Table, devices: Sequence[OnDevice], first: int | None, inner: Sequence[int], begins_on: int, wait_s: Floats
+    table: Table, devices: Sequence[OnDevice], first: int | None, inner: Sequence[int], begins_on: int, waits_s: Floats
 ) -> tuple[Floats, Floats]:
     """([rank][shape] -> seconds in which the first micro-batch passes the stages before it, in which the last backward
     passes them) at least: a layer each. first: the run of the layer that the first stage begins with, on that device,
@@ -168,8 +170,10 @@ def _ways_there_and_back(
         begin_s = devices[begins_on].runs[first].forward_s
         return_s = devices[begins_on].runs[first].both_s - begin_s
     others = np.arange(table.num_ranks, dtype=float)[:, None] - 1  # between a rank and the first
-    ahead_s = begin_s + others * (forward_s + wait_s)
-    after_s = return_s + wait_s + others * (backward_s + wait_s)
+    waited_s = np.concatenate((np.zeros((1, len(begin_s))), np.cumsum(waits_s[: table.num_ranks - 1], axis=0)))
+    ahead_s = begin_s + others * forward_s
+    ahead_s[1:] += waited_s[:-1]
+    after_s = return_s + others * backward_s + waited_s
     ahead_s[0] = after_s[0] = 0.0
     return ahead_s, after_s
 

@@ -231,16 +231,18 @@ class ShapeBounds:
         return waits
 
     def least_waits_s(self, family: Family, leaves: Leaves) -> Floats:
-        """[shape] -> seconds that all stages together wait at least for the transfers of a micro-batch."""
-        least: Floats = 2 * (family.pipeline * family.virtual_stages - 1) * self.least_wait_s(family, leaves)
-        return least
-
-    def least_wait_s(self, family: Family, leaves: Leaves) -> Floats:
-        """[shape] -> seconds that a stage waits at least for the transfer on one of its sides."""
+        """[shape] -> seconds that all stages together wait at least for the transfers of a micro-batch, each at another
+        place."""
         seconds, which = self._transfers(family, leaves)
-        inner = seconds[self.chain.places[1:-1]]
-        least: Floats = inner.min(axis=0) if len(inner) else np.zeros(seconds.shape[1])
+        inner = np.sort(seconds[self.chain.places[1:-1]], axis=0)
+        least: Floats = 2 * inner[: family.pipeline * family.virtual_stages - 1].sum(axis=0)
         return least[which]
+
+    def least_between_s(self, family: Family, leaves: Leaves) -> Floats:
+        """[stage but the last][shape] -> seconds that it and the next one each wait at least for what crosses between
+        them."""
+        seconds, which = self._transfers(family, leaves)
+        return self.chain.least_between(seconds[self.chain.places], family.pipeline * family.virtual_stages)[:, which]
 
     def _transfers(self, family: Family, leaves: Leaves) -> tuple[Floats, Ints]:
         """([place of the chain][stride] -> seconds waited for what crosses there, [shape] -> which stride)."""
