@@ -73,7 +73,7 @@ from .parallel.pipeline import PipelineRunner
 from .parallel.random_numbers import RandomNumbers
 from .parallel.shared_gradients import SharedGradients
 from .parallel.stage_module import stages_in
-from .parallel.whole_matrices import prepare_optimizer, whole_tensor
+from .parallel.whole_matrices import WholeMatrices, prepare_optimizer, whole_tensor
 from .sample_loader import Padded, Padding, Samples, shares
 from .state.checkpoint import Checkpoints
 from .state.checkpoint_folder import Progress
@@ -270,6 +270,8 @@ class Trainer:
         self.data_rank = mesh.data_rank
         self.data_size = mesh.data_size
         self.optimizer, self._stepped = prepare_optimizer(optimizer, model, plan, mesh, whole_matrices)
+        shard = mesh.shard_mesh.get_local_rank() if model.mechanism == "fsdp" else 0
+        self._shard = mesh.rank if isinstance(self._stepped, WholeMatrices) else shard  # each steps what it owns
         check_optimizers(mesh, self.optimizer)
         self.optimizer.register_step_pre_hook(self._only_in_steps)
         self._steps_now = False
@@ -447,7 +449,8 @@ class Trainer:
             self._stepped.gather()
         self._steps_now = True
         try:
-            self.optimizer.step()
+            with self._random.update(step, self._shard, self._gradients.tied):
+                self.optimizer.step()
         finally:
             self._steps_now = False
         if self._stepped is not None:

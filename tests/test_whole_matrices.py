@@ -260,6 +260,31 @@ def test_optimizers_that_need_all_parameters_are_known(make: Callable[[Any], Any
     assert couples_parameters(JoinedOptimizers(made) if isinstance(made, list) else made) is found
 
 
+def _noisy(plan: dict[str, Any]) -> list[torch.Tensor] | str:
+    trainer = parallelize(TiedNet, plan_of(tied_profile(), **plan), lambda p: NoisySGD(p, lr=0.1), loss=loss)
+    torch.rand(1 + trainer.mesh.rank)  # as a loop may draw on each rank
+    try:
+        trainer.step(next(trainer.loader(samples)))
+    except ValueError as error:
+        return str(error)
+    return list(trainer.full_state_dict().values()) or [p.detach() for p in trainer.model.parameters()]
+
+
+@pytest.mark.slow
+def test_replicas_stay_alike_where_an_optimizer_draws() -> None:
+    found = run_ranks(_noisy, 2, {"replicate": 2})
+
+    replica = [p for p in found[0] if p.dtype == torch.float32]
+    assert all(any(torch.equal(own, other) for other in replica) for own in found[1])
+
+
+@pytest.mark.slow
+def test_weights_on_several_stages_are_refused_where_an_optimizer_draws() -> None:
+    found = run_ranks(_noisy, 2, {"stages": (2, 2)})
+
+    assert all("weight, which several stages hold" in str(said) for said in found), found
+
+
 def _clipping(plan: dict[str, Any]) -> str:
     try:
         parallelize(TiedNet, plan_of(tied_profile(), **plan), ClippingSGD, loss=loss)

@@ -28,6 +28,9 @@ class Gradients:
         """Whether data ranks have their own gradients until `reduce`."""
         self._may_differ = plan.model.decides_by_values
         self._ties = _ties_across_stages(plan, mesh, self._parameters)
+        copies = {id(p) for group, _ in self._ties for p in group}
+        self.tied = next((name for name, p in self._parameters.items() if id(p) in copies), "")
+        """A parameter of this stage of which another one holds a copy; '' if there is none."""
         self._trained_somewhere: dict[int, bool] = {}
         self._late: Sequence[nn.Parameter] = ()
         self.replicas: StageReplicas | None = None

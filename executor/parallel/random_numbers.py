@@ -8,8 +8,9 @@ the sequence.
 Everything else that a model or a loss draws from torch's generators, Python's or numpy's (noise, masked tokens, mixup)
 begins anew with every micro-batch, from (seed, step, first sample), and in stages with every layer: alike on ranks with
 the same samples and layers, independent on others. So it is on context ranks, where one draw may be for all tokens of a
-sample (a layer that is left out, the order of words); of noise like tokens each takes the part for its own. What the
-training script draws outside of `step` is left alone.
+sample (a layer that is left out, the order of words); of noise like tokens each takes the part for its own. What an
+optimizer draws in its step begins from (seed, step) and from which shards a rank holds: copies of a parameter stay
+alike. What the training script draws outside of `step` is left alone.
 
 Recompute draws again what forward drew, because torch puts its generator back: each dropout draws one number from it,
 by which it is known again. Whole layers may run again, too (of a model that calls checkpoint itself): they are known by
@@ -126,6 +127,26 @@ class RandomNumbers:
         with torch.random.fork_rng([self._mesh.device] if on_gpu else []), dice_apart(), dropping:
             yield
 
+    @contextmanager
+    def update(self, number: int, shard: int, tied: str) -> Iterator[None]:
+        """While it lasts, which is the optimizer's step, ranks of a stage draw alike that hold the same shards (`shard`
+        is their number): replicas would come apart by noise of their own. tied: a parameter that another stage holds,
+        too; '' if there is none. Raises ValueError if there is one and the optimizer draws."""
+        generators = [torch.default_generator]
+        if self._mesh.device.type == "cuda":
+            generators.append(torch.cuda.default_generators[self._mesh.device.index])
+        seed = _number(self.seed, number, "update", self._mesh.coordinates["pipeline"], shard)
+        with torch.random.fork_rng([self._mesh.device] if len(generators) > 1 else []), dice_apart():
+            self._begin(seed)
+            seed_dice(seed)
+            before = [generator.get_state() for generator in generators]
+            yield
+            if tied and not all(map(torch.equal, before, (generator.get_state() for generator in generators))):
+                raise ValueError(
+                    f"the optimizer draws random numbers in its step, and {tied}, which several stages hold, would get "
+                    "others on each of them: plan with --pin pipeline=1, or untie that weight"
+                )
+
     def micro_batch(self, index: int) -> None:
         """The forward of a micro-batch of this rank's share begins."""
         self._first = (self._mesh.data_rank * self._count + index) * self._plan.micro_batch
@@ -237,7 +258,9 @@ class RandomNumbers:
 
     def _enter(self, place: _Place) -> None:
         self._place, self._next = place, 0
-        seed = _number(self.seed, self._step, self._first, place)
+        self._begin(_number(self.seed, self._step, self._first, place))
+
+    def _begin(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
         if self._mesh.device.type == "cuda":
             torch.cuda.default_generators[self._mesh.device.index].manual_seed(seed)
