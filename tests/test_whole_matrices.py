@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer, Rprop
 
 from meshwright.executor import parallelize
+from meshwright.executor.measuring.one_rank import without_peers
 from meshwright.executor.parallel.optimizers import JoinedOptimizers
-from meshwright.executor.parallel.whole_matrices import couples_parameters, looks_at_whole_matrices
+from meshwright.executor.parallel.whole_matrices import couples_parameters, looks_at_whole_matrices, steps_shards
 from support import slow
 from support.ranks import run_ranks
 from support.tied_net import GLOBAL_BATCH, PLANS, TiedNet, adamw, loss, plan_of, samples, tied_profile
@@ -258,6 +261,15 @@ def test_optimizers_that_need_all_parameters_are_known(make: Callable[[Any], Any
     made = make(list(nn.Sequential(nn.Linear(4, 4), nn.Conv2d(2, 2, 3)).parameters()))
 
     assert couples_parameters(JoinedOptimizers(made) if isinstance(made, list) else made) is found
+
+
+def test_optimizers_that_do_not_step_shards_are_known() -> None:
+    with without_peers(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        first, second = (nn.Parameter(DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])) for _ in range(2))
+
+        assert steps_shards(adamw([first]))
+        assert not steps_shards(JoinedOptimizers([adamw([first]), Rprop([second])]))
 
 
 def _noisy(plan: dict[str, Any]) -> list[torch.Tensor] | str:

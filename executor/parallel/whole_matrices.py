@@ -66,6 +66,25 @@ def _tried(optimizer: Optimizer, options: dict[str, Any], ndim: int) -> str:
     return "no"
 
 
+def steps_shards(optimizer: Optimizer) -> bool:
+    """Whether a trial step of a shard that fully_shard makes (a DTensor) ends: torch has no rule for some of what is
+    written in place, as Rprop writes. Sends nothing."""
+    inner = optimizer.optimizers if isinstance(optimizer, JoinedOptimizers) else [optimizer]
+    for one in inner:
+        for group in one.param_groups:
+            shards = [p for p in group["params"] if p.requires_grad and isinstance(p, DTensor)]
+            if not shards:
+                continue
+            like = max(shards, key=lambda p: p.dim())
+            local = torch.ones(_TRIED_SHAPE[: like.dim()], device=like.device)
+            start = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
+            try:
+                _stepped(one, {k: v for k, v in group.items() if k not in ("params", "param_names")}, start, [start])
+            except Exception:
+                return False
+    return True
+
+
 _OTHERWISE = 30.0
 """Factor of one parameter's gradient in a trial: far enough to change any norm of all, and no power of two."""
 
@@ -455,6 +474,8 @@ def _sees_whole_matrices(
     if whole is False or (mechanism(plan) != "fsdp" and plan.degrees.tensor == 1):
         return False
     found = "no" if not _is_divided(model) else "yes" if whole else looks_at_whole_matrices(optimizer)
+    if found == "no" and not steps_shards(optimizer):
+        found = "yes"
     verdict = torch.tensor({"no": 0, "yes": 1}.get(found, 2), device=mesh.device)
     dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
     if verdict == 2:
