@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ..document import in_a_sentence
 from ..garbage import without_garbage_collection
 from ..machine.units import first_of
-from ..running.fake import DecidesByValuesError, FakeModel, fake_model, real_model
+from ..running.fake import DecidesByDrawsError, DecidesByValuesError, FakeModel, fake_model, real_model
 from ..running.forward_state import undone
 from ..running.held_tensors import held_beside
 from ..running.kept_results import fakes_forgotten, forget_fakes
@@ -28,7 +28,7 @@ from ..tensor_cuts.context_trial import backward_problem, context_problem
 from ..tensor_cuts.tensor_cuts import Found, common_degree, find_cuts
 from .batches import batch_problem, list_of_samples
 from .building import WAS_SPARSE
-from .chain import Layer, LayerChain, observe, shapes_at, unlike_crossings
+from .chain import Layer, LayerChain, longest_throw, observe, shapes_at, unlike_crossings
 from .class_costs import Costed, layer_class_of
 from .coupling import Coupling, samples_of
 from .crossing_tensors import batch_tensors, crossing_tensors
@@ -74,11 +74,13 @@ def trace(
         try:
             return _without_numbers(loaded, lengths, progress, cuts)
         except DecidesByValuesError as error:
-            decision = str(error)
+            decision, draws = str(error), isinstance(error, DecidesByDrawsError)
         try:
+            if draws:
+                return _by_values(loaded, decision, lengths, progress, cuts, draws)
             profile = _without_numbers(loaded, lengths, progress, cuts, knows_layout=True)
-        except DecidesByValuesError:
-            return _by_values(loaded, decision, lengths, progress, cuts)
+        except DecidesByValuesError as error:
+            return _by_values(loaded, decision, lengths, progress, cuts, isinstance(error, DecidesByDrawsError))
         note = f"goes the way of its batch function's integers, by which {decision} decides: others may lead elsewhere"
         return profile.model_copy(update={"notes": (note, *profile.notes)})
 
@@ -154,12 +156,14 @@ def _of_few_tokens(
     return profile.model_copy(update={"other_lengths": others})
 
 
-def _by_values(loaded: LoadedModel, decision: str, lengths: bool, progress: Progress, cuts: bool) -> ModelProfile:
+def _by_values(
+    loaded: LoadedModel, decision: str, lengths: bool, progress: Progress, cuts: bool, draws: bool
+) -> ModelProfile:
     """Profile of a model that decides by numbers which nothing but its weights give: of real ones, or (if it is too
-    large for that) of its choices by scores taken as even."""
+    large for that) of its choices by scores taken as even. draws: it decides by Python's or numpy's random numbers."""
     elements = sum(parameter.numel() for parameter in fake_model(loaded, torch.float32).module.parameters())
     if elements <= _MOST_REAL_ELEMENTS:
-        return _on_real_tensors(loaded, decision, lengths, progress)
+        return _on_real_tensors(loaded, decision, lengths, progress, draws)
     even = replace(loaded, choices="even")
     try:
         profile = _without_numbers(even, lengths, progress, cuts, knows_layout=True)
@@ -178,15 +182,21 @@ def _by_values(loaded: LoadedModel, decision: str, lengths: bool, progress: Prog
     return profile.model_copy(update=update)
 
 
-def _on_real_tensors(loaded: LoadedModel, decision: str, lengths: bool, progress: Progress) -> ModelProfile:
-    """Profile of the way that real numbers take through a model: one sample, the same in every batch."""
+def _on_real_tensors(
+    loaded: LoadedModel, decision: str, lengths: bool, progress: Progress, draws: bool
+) -> ModelProfile:
+    """Profile of the way that real numbers take through a model: one sample, the same in every batch. draws: of the
+    ways that Python's or numpy's random numbers take one that is long."""
     seq_len = loaded.seq_len
     if seq_len is not None and seq_len > _LONGEST_REAL:
         loaded, lengths = loaded.with_seq_len(_LONGEST_REAL), True
     note = (
         f"run on real tensors, because {decision} decides by values: what the other branch costs is not in the profile"
     )
-    profile = _profile(real_model(loaded), (note,), lengths, progress)
+    fake = real_model(loaded)
+    if draws:
+        fake = replace(fake, dice=longest_throw(fake, loaded.seq_len))
+    profile = _profile(fake, (note,), lengths, progress)
     profile = profile.model_copy(update={"decides_by_values": decision})
     return profile if seq_len in (None, profile.seq_len) else at_seq_len(profile, seq_len)
 

@@ -4,7 +4,7 @@ A model that decides by the values of its tensors needs real ones: `real_model` 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ from ..model.building import in_training, on_meta
 from ..model.frozen import kept_as
 from ..model.loaded import Batch, LoadedModel, is_ours, place_of, split_inputs
 from ..model.model_profile import BufferProfile, KeptAs
-from ..semantics.draws import SameChoices, dice_apart
+from ..semantics.draws import SameChoices, dice_apart, seeded_dice
 from ..threads import one_thread
 from .fake_modes import LeanFakeMode, without_log
 from .forward_state import Changeable, TensorsRead, changed, places_of, put_back, random_draws, taken, undone
@@ -42,6 +42,10 @@ class DecidesByValuesError(Exception):
 
     def __init__(self, operator: str, place: str) -> None:
         super().__init__(f"{place} ({operator})")
+
+
+class DecidesByDrawsError(DecidesByValuesError):
+    """The model draws from Python's or numpy's random numbers what it computes."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class FakeModel:
     """How frozen parameters are kept that are not kept as all others are, by full name."""
     attributes: Mapping[str, str] = field(default_factory=dict)
     """What the constructor has written onto parameters, by name, with the first that has it."""
+    dice: int | None = None
+    """What Python's and numpy's random numbers begin from in every run; None: they go on as they are."""
     changed: list[Changeable] = field(default_factory=list)
     """What its last forward has left otherwise than it was; it is as before by then."""
     left: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -188,7 +194,8 @@ class FakeModel:
     def running(self) -> Iterator[list[str]]:
         """Fake mode, kernels as on a GPU, and failures told in a sentence. Yields what refused a batch of one."""
         try:
-            with without_log(), self._without_numbers(), as_on_gpu() as refusals, torch.enable_grad():
+            dice = nullcontext() if self.dice is None else seeded_dice(self.dice)
+            with without_log(), self._without_numbers(), as_on_gpu() as refusals, torch.enable_grad(), dice:
                 yield refusals
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise DecidesByValuesError(str(error.func), place_of(error)) from error

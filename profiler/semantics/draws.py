@@ -104,6 +104,15 @@ def dice_apart() -> Iterator[None]:
         put_dice_back(before)
 
 
+@contextmanager
+def seeded_dice(number: int) -> Iterator[None]:
+    """What is drawn from Python and numpy meanwhile begins from a number, and changes nothing for what is drawn
+    afterwards."""
+    with dice_apart():
+        seed_dice(number)
+        yield
+
+
 def _same(drawn: Any) -> Any:
     if not isinstance(drawn, torch.Tensor):
         return drawn
