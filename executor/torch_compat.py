@@ -362,7 +362,10 @@ class LeanPipelineStage(PipelineStage):
         for group, nodes in zip(groups, besides, strict=True):
             parameters = [node.variable for node in group["params"]]
             group["params"] |= nodes
+            without = [parameter for parameter in parameters if parameter.grad is None]
+            passing = [grad for grads in group["grads"] for grad in grads if grad is not None]
             yield group
+            _own_gradients(without, passing)
             self._after_some_weights(parameters, last_backward)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
@@ -556,6 +559,20 @@ def _without_overlap(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 parameters, grads = parameters | others, grads | their_grads
             joined = [*apart, (parameters, grads)]
     return [{"params": p, "intermediates": list(grads), "grads": list(grads.values())} for p, grads in joined]
+
+
+def _own_gradients(parameters: Sequence[nn.Parameter], passing: Sequence[torch.Tensor]) -> None:
+    """Let each parameter have its first gradient in memory of its own, as autograd does where it adds one up. torch's
+    backward for weights takes what comes, which two parameters may have in common (x + a + b), or which is one of those
+    that pass through (`passing`), or one number spread over all elements; later micro-batches are added into it."""
+    held = {grad.untyped_storage().data_ptr() for grad in passing}
+    for parameter in parameters:
+        if (grad := parameter.grad) is None:
+            continue
+        place = grad.untyped_storage().data_ptr()
+        if place in held or 0 in grad.stride():
+            parameter.grad = grad.clone(memory_format=torch.contiguous_format)
+        held.add(place)
 
 
 class _Besides:

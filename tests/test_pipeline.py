@@ -97,6 +97,18 @@ class ChannelsLast(nn.Module):
         return self.norm(self.linear(x).permute(0, 3, 1, 2))
 
 
+class Added(nn.Module):
+    """Two parameters whose gradient is one tensor, and one whose gradient is one number for all of its elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.one, self.other, self.factors = (nn.Parameter(torch.rand(8)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * (self.one + self.other) * self.factors.sum()
+
+
 @cache
 def load(name: str) -> LoadedModel:
     """A tiny model of the zoo, of Hugging Face, or of this file."""
@@ -107,6 +119,12 @@ def load(name: str) -> LoadedModel:
             Beside() if name == "beside" else InPlace(writes=name == "in-place"),
             batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
             loss=lambda output, batch: nn.functional.mse_loss(output, batch[1]),
+        )
+    if name == "added":
+        return load_model(
+            lambda: nn.Sequential(nn.Linear(8, 8), Added()),
+            batch=lambda size: (torch.randn(size, 8),),
+            loss=lambda output, batch: output.pow(3).mean(),
         )
     if name == "channels last":
         return load_model(
@@ -303,6 +321,10 @@ def test_zero_bubbles_find_parameters_that_no_input_leads_to() -> None:
 @pytest.mark.slow
 def test_zero_bubbles_take_group_norms_over_channels_that_lie_last() -> None:
     check_equal_to_one_process(load("channels last"), plan_with("channels last", [1], "zb-h1", 3))
+
+
+def test_zero_bubbles_add_up_gradients_that_parameters_have_in_common() -> None:
+    check_equal_to_one_process(load("added"), plan_with("added", [1], "zb-h1", 3))
 
 
 @pytest.mark.slow
