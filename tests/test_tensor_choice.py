@@ -14,7 +14,7 @@ from meshwright.planner.answers.search import search
 from meshwright.planner.cost.comm_cost import collective_s
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.tensor_costs import mode_costs
-from meshwright.planner.plan.legality import divides, runs_on_slices, tensor_rule
+from meshwright.planner.plan.legality import divides, runs_on_slices, sequence_rule, tensor_rule
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.shape import Cuts, Shape
 from meshwright.planner.plan.training import TrainingSpec
@@ -201,3 +201,14 @@ def test_tied_weights_are_one_choice() -> None:
     sizes = sorted(len(group) for group in tied_cuts(profile, cuts))
 
     assert sizes[-1] == 2
+
+
+def test_sequences_are_whole_where_a_slice_is_as_long_as_another_tensor() -> None:
+    profile = small_profile("root parameter")
+    tensor = next(t for t in profile.tensors if "sequence" in t.dims)
+    halved = [size // 2 if dim == "sequence" else size for size, dim in zip(tensor.shape, tensor.dims, strict=True)]
+    pooled = profile.model_copy(update={"tensors": (*profile.tensors, tensor.model_copy(update={"shape": halved}))})
+
+    assert sequence_rule(profile, 2) is None
+    assert "is as long as the other" in str(sequence_rule(pooled, 2))
+    assert sequence_rule(pooled, 4) is None

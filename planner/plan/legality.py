@@ -5,7 +5,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from ...profiler.model.model_profile import LayerClass, LayerProfile, ModelProfile, ParameterProfile, TensorCut
+from ...profiler.model.model_profile import (
+    CrossingTensor,
+    LayerClass,
+    LayerProfile,
+    ModelProfile,
+    ParameterProfile,
+    TensorCut,
+)
 from .document import ContextKind, Recompute, parts_of
 from .module_list_experts import listed_experts
 from .shape import Shape
@@ -122,7 +129,25 @@ def sequence_rule(profile: ModelProfile, tensor: int, context: int = 1) -> str |
     both = _names_read(profile, sliced=True) & _names_read(profile, sliced=False)
     if both:
         return f"sequence: {min(both)} is read on slices of the sequence and on the whole of it"
+    lengths = {(_beside_tokens(t), t.shape[t.dims.index("sequence")]) for t in profile.tensors if _is_sliced(t)}
+    for beside, length in sorted(lengths):
+        if (beside, length * tensor) in lengths:
+            return (
+                f"sequence: tensors of {length * tensor} and of {length} tokens go from layer to layer, and the slice "
+                f"of one that each of {tensor} ranks has is as long as the other; plan with --pin sequence=off"
+            )
     return None
+
+
+def _is_sliced(tensor: CrossingTensor) -> bool:
+    """Whether ranks may hold slices of it, between layers that run on slices."""
+    return tensor.requires_grad and "sequence" in tensor.dims
+
+
+def _beside_tokens(tensor: CrossingTensor) -> tuple[int, ...]:
+    """Which dim holds the tokens, and the sizes of those that hold neither them nor samples."""
+    others = (size for size, dim in zip(tensor.shape, tensor.dims, strict=True) if dim == "other")
+    return tensor.dims.index("sequence"), *others
 
 
 def has_sequence_attention(profile: ModelProfile) -> bool:
