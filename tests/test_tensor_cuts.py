@@ -319,6 +319,7 @@ def _runs_on_slices(block: Callable[[], nn.Module]) -> bool:
 
     middle = profile.classes[profile.layers[2].layer_class]
     assert [cut.rows for cut in middle.cuts] == [("down",)]
+    assert any("on no slices of the sequence, " in note for note in profile.notes) == (middle.sequence is None)
     return middle.sequence is not None
 
 
@@ -605,7 +606,9 @@ def test_queries_and_keys_that_are_told_apart_late_are_not_cut_as_one() -> None:
     profile = trace(load_model(model, batch=lambda size: torch.ones(size, 4, 64), loss=lambda y, batch: y.mean()))
 
     assert profile.classes[0].cuts == ()
-    assert "0.out: not cut by tensor parallelism, because slice in the layer takes some of the cut" in profile.notes[0]
+    assert (
+        "0.out: not cut by tensor parallelism, because slice in the layer takes some of what is cut" in profile.notes[0]
+    )
 
 
 class _Counting(nn.Module):
@@ -757,7 +760,7 @@ def test_a_diagonal_is_no_slice_of_rows() -> None:
     profile = trace(load_model(model, batch=lambda size: torch.ones(size, 6, 32), loss=lambda y, batch: y.mean()))
 
     assert profile.classes[0].cuts == ()
-    assert "because diagonal in the layer takes some of the cut features" in profile.notes[0]
+    assert "because diagonal in the layer takes some of what is cut" in profile.notes[0]
 
 
 class _Turned(_Counting):

@@ -117,7 +117,7 @@ def sequence_rule(profile: ModelProfile, tensor: int, context: int = 1) -> str |
     """The rule that excludes sequence parallelism beside a tensor and a context degree, or None if it is legal."""
     able = [c for c in profile.classes if c.sequence is not None]
     if not able:
-        return "sequence: no layer runs on a slice of its sequence"
+        return "sequence: no layer runs on a slice of its sequence; the notes of plan profile say why"
     if profile.seq_len is None or profile.seq_len % tensor:
         return f"sequence: tensor={tensor} does not divide the sequence of {profile.seq_len}"
     if profile.seq_len // context % tensor:

@@ -22,12 +22,17 @@ _Columns = tuple[tuple[str, ...], ...]
 """The columns of some cuts, by which they are known."""
 
 
+_NOT_ON_A_SLICE = "on which it does not run"
+
+
 @dataclass(frozen=True)
 class Costed:
     """A class of layers, and the runs of its first layer as a whole."""
 
     layer_class: LayerClass
     whole: list[Observation]
+    unsliced: str = ""
+    """Why it runs on no slices of the sequence, in words; '' if it does, or nobody asks."""
 
 
 def layer_class_of(
@@ -52,6 +57,7 @@ def layer_class_of(
     tensor = sequence = None
     alone: tuple[Costs, ...] = ()
     without: tuple[Costs | None, ...] = ()
+    unsliced = ""
     cuts, parts = found.cuts, _parts(layer, whole)
     names = tuple(part.name for part in parts)
     if cuts:
@@ -70,7 +76,7 @@ def layer_class_of(
         if len(cuts) > 1:
             alone = tuple(costs((cut,)) for cut in cuts)
         if slices:
-            cuts, sequence, without = _sequence_costs(
+            cuts, sequence, without, unsliced = _sequence_costs(
                 fake, chain, sizes, index, cuts, degree, whole, like, names, cut_runs
             )
     layer_class = LayerClass(
@@ -89,7 +95,7 @@ def layer_class_of(
         writes_into_attention=whole[0].writes_into_attention,
         input_overwritten=layer.input_overwritten,
     )
-    return Costed(unpacked(layer_class), whole)
+    return Costed(unpacked(layer_class), whole, unsliced)
 
 
 def _did_as(one: Observation, other: Observation) -> bool:
@@ -175,23 +181,26 @@ def _sequence_costs(
     like: _Like,
     parts: tuple[str, ...],
     cut_runs: dict[_Columns, Observation],
-) -> tuple[tuple[TensorCut, ...], Costs | None, tuple[Costs | None, ...]]:
+) -> tuple[tuple[TensorCut, ...], Costs | None, tuple[Costs | None, ...], str]:
     """Cuts that say where to gather, costs with the rest on a slice of the sequence, and [cut] -> those with that one
-    left whole. None where no trial works. cut_runs: runs in some of the cuts on the whole sequence, others are added.
+    left whole. None where no trial works, and why. cut_runs: runs in some of the cuts on the whole sequence, others are
+    added.
     """
     if sizes.seq_len is None or sizes.seq_len % degree or not any(cut.rows for cut in cuts):
-        return cuts, None, ()
+        return cuts, None, (), ""
     if any(
         cut.door or cut.tables for cut in cuts
     ):  # a bias for each pair of tokens goes on to layers that need it whole
-        return cuts, None, ()
+        return cuts, None, (), "because a bias for each pair of tokens goes on to layers that need all of it"
     arriving = [crossing for crossing in chain.arriving(index) if crossing.spec.requires_grad]
     dims = {c.producer: sizes.sequence_dim(c) for c in arriving}
     leaving = [sizes.sequence_dim(crossing) for crossing in chain.leaving(index)]
     positions = set(dims.values())
     if len(positions) != 1 or None in positions or not leaving:  # the last layer ends in the loss, of all tokens
-        return cuts, None, ()
+        return cuts, None, (), ""
     sequence_dims = {producer: dim for producer, dim in dims.items() if dim is not None}
+
+    problems: list[str] = []
 
     def tried(way: tuple[TensorCut, ...]) -> Costs | None:
         def runs(of: Sequence[Observation]) -> list[Observation]:
@@ -201,18 +210,20 @@ def _sequence_costs(
             first = runs(whole[:1])
             if (key := _columns(way)) not in cut_runs:
                 cut_runs[key] = _cut_runs(fake, chain, sizes, index, way, degree, whole[:1])[0]
-            if sequence_problem(like(way)[0], cut_runs[key], first[0], way, degree, leaving):
-                return None
-            return fitted_costs(like(way), [*first, *runs(whole[1:])], degree, parts)
-        except ValueError:
-            return None
+            problem = sequence_problem(like(way)[0], cut_runs[key], first[0], way, degree, leaving)
+            if not problem:
+                return fitted_costs(like(way), [*first, *runs(whole[1:])], degree, parts)
+        except ValueError as error:
+            problem = f"{_NOT_ON_A_SLICE} ({str(error.__cause__ or error).splitlines()[0]})"
+        problems.append(problem)
+        return None
 
     for way in gathering_ways(fake, chain, index, cuts):
         found = tried(way)
         if found is not None:
             rest = [tuple(other for other in way if other is not cut) for cut in way]
-            return way, found, tuple(tried(others) if others else None for others in rest)
-    return cuts, None, ()
+            return way, found, tuple(tried(others) if others else None for others in rest), ""
+    return cuts, None, (), min(problems, key=lambda problem: problem.startswith(_NOT_ON_A_SLICE))
 
 
 def _columns(cuts: Sequence[TensorCut]) -> _Columns:

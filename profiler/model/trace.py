@@ -326,6 +326,11 @@ def _profile_at(
             *_dense(fake),
             *chain.notes,
             *(note for i in firsts for note in found[i].notes),
+            *(
+                f"{chain.layers[i].name}: on no slices of the sequence, {costed[i].unsliced}"
+                for i in firsts
+                if costed[i].unsliced
+            ),
             *(_uncut(classes, [found[i].notes for i in firsts]) if fake.mode is not None else (_NO_CUTS,)),
         ),
     )

@@ -32,7 +32,7 @@ def sequence_problem(
         if dim is not None:
             expected[dim] //= degree
         if tuple(expected) != sliced.shape:
-            return f"an output has shape {sliced.shape} where the slice is {tuple(expected)}"
+            return f"because an output is {sliced.shape}, where a slice of it is {tuple(expected)}"
     rows = {row for group in cuts for row in group.rows}
     banks = tuple(
         f"{name}." for name, bank in whole.experts.items() if bank.called == "routed"
@@ -347,18 +347,18 @@ def _moving_problem(whole: Sequence[Op], cut: Sequence[Op], own: set[int], fused
         where = f"in {a.module or 'the layer'}"
         if a.name not in ("view", "_unsafe_view"):
             if any(_moves(a, b, place, own) for place in range(len(a.inputs))):
-                return f"because {a.name} {where} takes some of the cut features, or joins them with others"
+                return f"because {a.name} {where} takes some of what is cut, or joins it with the rest"
             if not _keeps_folded(a, b, folded):
-                return f"because {a.name} {where} reads the cut features in another order"
+                return f"because {a.name} {where} reads what is cut in another order"
             continue
         if a.inputs[0].storage in fused:
             continue
         before, after = _changed(a.inputs[0], b.inputs[0]), _changed(a.outputs[0], b.outputs[0])
         if len(before) != 1 or len(after) != 1:
             if before or after:
-                return f"because a view {where} mixes the cut features with others"
+                return f"because a view {where} mixes what is cut with the rest"
         elif not _keeps_order(a.inputs[0], before[0], a.outputs[0], after[0], folded):
-            return f"because a view {where} brings the cut features into another order"
+            return f"because a view {where} brings what is cut into another order"
     return ""
 
 
