@@ -812,23 +812,32 @@ def test_positions_that_begin_later_are_followed() -> None:
     assert trace(loaded).longest_seq_len == 64
 
 
-def test_what_is_made_of_two_samples_only_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (
+            ["y = self.a(x)", "y = torch.sigmoid(y) if x.shape[0] > 1 else y", "return self.c(self.b(y) + y)"],
+            r"sigmoid of .* makes \[2, 8\] of two samples.* and is not called for one",
+        ),
+        (
+            ["y = [self.a(each) for each in x]", "return self.c(self.b(x) + torch.stack(y))"],
+            r"a of .* makes 1 tensor.s. of one sample, and 2 of two: it is called for each by itself",
+        ),
+    ],
+)
+def test_what_is_made_of_two_samples_only_is_told(forward: list[str], words: str, tmp_path: Path) -> None:
     (tmp_path / "some.py").write_text(
         "import torch\nfrom torch import nn\n"
         "class Net(nn.Module):\n"
         "    def __init__(self):\n"
         "        super().__init__()\n"
         "        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)\n"
-        "    def forward(self, x):\n"
-        "        y = self.a(x)\n"
-        "        y = torch.sigmoid(y) if x.shape[0] > 1 else y\n"
-        "        return self.c(self.b(y) + y)\n"
-        "model = Net\n"
+        "    def forward(self, x):\n" + "".join(f"        {line}\n" for line in forward) + "model = Net\n"
         "def batch(size): return torch.randn(size, 8), torch.randint(4, (size,))\n"
         "def loss(output, batch): return nn.functional.cross_entropy(output, batch[1])\n"
     )
 
-    with pytest.raises(ValueError, match=r"sigmoid of .* makes \[2, 8\] of two samples.* and is not called for one"):
+    with pytest.raises(ValueError, match=words):
         trace(load_model(tmp_path / "some.py"))
 
 

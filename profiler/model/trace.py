@@ -497,6 +497,12 @@ def _check_sizes(loaded: LoadedModel, chain: LayerChain, sizes: RunSizes) -> Non
     for producer, other in sizes.two.tensors.items():
         tensor = sizes.one.tensors.get(producer)
         if tensor is None and producer in crossing:
+            often, twice = (of_run[producer.kind, producer.name] for of_run in calls)
+            if often:
+                raise ValueError(
+                    f"{producer.name} of {loaded.source} makes {often} tensor(s) of one sample, and {twice} of two: it "
+                    "is called for each by itself, and layers after it read them; give it all of a batch in one call"
+                )
             raise ValueError(
                 f"{producer.name} of {loaded.source} makes {list(other.shape)} of two samples, which layers after it "
                 "read, and is not called for one: let the forward call the same functions for any number of samples"
