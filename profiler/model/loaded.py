@@ -298,9 +298,9 @@ def place_of(error: BaseException) -> str:
     innermost that is neither torch's nor Python's; of torch's own modules, of these. A library's file is named from its
     package on."""
     frames = [
-        (frame.filename, _in_library(frame.filename), frame.lineno)
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not Path(frame.filename).is_relative_to(_PROFILER) and not frame.filename.startswith("<")
+        (frame.f_code.co_filename, _in_library(frame.f_code.co_filename), line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not Path(frame.f_code.co_filename).is_relative_to(_PROFILER) and not frame.f_code.co_filename.startswith("<")
     ]
     own = [frame for frame in frames if not frame[1]]
     models = [frame for frame in frames if not frame[1].startswith(("torch/", "python/"))]
