@@ -55,7 +55,7 @@ def _slicing_problem(whole: Sequence[Op], sliced: Sequence[Op]) -> str:
     them, moves them, takes some or joins them in pairs. The runs differ in nothing but the slices. "" if there is
     none."""
     if [op.name for op in whole] != [op.name for op in sliced]:
-        return "because the layer runs other operators on a slice of the sequence"
+        return OTHER_OPERATORS
     for a, b in zip(whole, sliced, strict=True):
         if any(len(_changed(u, v)) > 1 for u, v in zip(a.outputs, b.outputs, strict=True)):
             return f"because {a.name} in {a.module or 'the layer'} joins tokens in pairs"
@@ -109,7 +109,7 @@ def working(ops: Sequence[Op]) -> tuple[str, ...]:
     return tuple(op.name for op in ops if not op.is_view)
 
 
-OTHER_OPERATORS = "because the layer runs other operators when its weights are cut"
+OTHER_OPERATORS = "because the layer runs other operators when it is cut"
 
 _DIM_SECOND = {"topk": -1, "kthvalue": -1, "norm": None, "linalg_vector_norm": None}
 """Reductions whose first argument is a count or an exponent, and whose dim comes second, with the dim if none is given:
