@@ -412,7 +412,8 @@ def test_memory_is_left_free_for_a_risk_where_it_is_known() -> None:
 
     attending = profile.model_copy(update={"attention_modules": ("0",), "seq_len": 64})
     assert margin(attending, memory_risk=0.01) > margin(attending) > margin(attending, memory_risk=0.2)
-    assert margin(profile.model_copy(update={"seq_len": None})) == 0.05
+    assert margin(profile.model_copy(update={"seq_len": None})) == margin(attending)
+    assert margin(attending, memory_risk=0.05) == margin(attending)
     assert margin(attending, memory_margin=0.3) == 0.3
     with pytest.raises(ValueError, match="both say how much memory is left free"):
         margin(attending, memory_margin=0.1, memory_risk=0.1)

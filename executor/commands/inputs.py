@@ -214,7 +214,7 @@ def read_training(
 
 def _margin(stack: options.StackOptions, profile: ModelProfile, cluster: ClusterSpec, assumptions: list[str]) -> float:
     """The share of memory that is left free, as it was said, or for a risk; what is assumed is added."""
-    from ...planner.cost.bands import USUAL_MARGIN, USUAL_RISK, margin_at
+    from ...planner.cost.bands import USUAL_RISK, is_cpu, margin_at, usual_margin
 
     if stack.memory_margin is not None:
         if stack.memory_risk is not None:
@@ -236,7 +236,13 @@ def _margin(stack: options.StackOptions, profile: ModelProfile, cluster: Cluster
             f"--memory-risk {stack.memory_risk:g}: no published run is of such a model and device, so the risk is not "
             "known; give --memory-margin, the share that is left free"
         )
-    return USUAL_MARGIN
+    usual = usual_margin(cluster.device.name)
+    if not is_cpu(cluster.device.name):
+        assumptions.append(
+            f"{usual:.1%} of memory left free, as for models of which there are published runs: there is none of this "
+            "kind, so the risk to run out is not known; --memory-margin changes it"
+        )
+    return usual
 
 
 def read_plan(path: Path, *, to_run: bool = False) -> Plan:

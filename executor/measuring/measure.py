@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...planner.cost.bands import is_cpu
 from ...planner.plan.document import Plan
 from ...profiler.model.loaded import Batch, LoadedModel
 from ..parallel.micro_batches import split_micro_batches
@@ -72,7 +73,7 @@ def _cannot_run(plan: Plan, steps: int) -> str | None:
     gpus = torch.cuda.device_count()  # leaves CUDA alone, so that ranks can be forked
     if ranks > MAX_CPU_RANKS and gpus < ranks:
         return f"it takes {ranks} ranks: more than the {gpus} GPUs here, and than {MAX_CPU_RANKS} CPU processes"
-    on_cpu = plan.cluster.device.name.startswith("cpu") and gpus < ranks
+    on_cpu = is_cpu(plan.cluster.device.name) and gpus < ranks
     if on_cpu and plan.prediction is not None:
         count, step_s = WARM_UP_STEPS + steps, plan.prediction.step_time_s
         if count * step_s > _TIMEOUT_S:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...planner.cost.bands import is_cpu
 from ...planner.plan.document import Plan
 from ...profiler.machine.cluster import ClusterSpec, cluster_of
 from ...profiler.machine.local import local_gpus
@@ -92,7 +93,7 @@ def check_here(cluster: ClusterSpec, launcher: str | None) -> None:
 
 def on_cpu(cluster: ClusterSpec) -> bool:
     """Whether a cluster's ranks are CPU processes."""
-    return cluster.device.name.lower().startswith("cpu")
+    return is_cpu(cluster.device.name)
 
 
 def memory_for_jobs(cluster: ClusterSpec) -> float:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from ...profiler.machine.units import counted, format_bytes, format_seconds
+from ..cost.bands import is_cpu
 from ..cost.estimate import Estimate
 from ..cost.software import load_software
 from ..cost.stage_models import stage_kinds
@@ -176,7 +177,7 @@ def _why_sharded(replicas: Verdict | None) -> str:
 def launch_advice(plan: Plan) -> list[str]:
     """A sentence where a GPU's device file, of before there was `dispatch`, says nothing of its CPU."""
     device, eager = plan.cluster.device, load_software(plan.training.software).dispatch > 0.0
-    if device.dispatch or not eager or device.name.lower().startswith("cpu"):
+    if device.dispatch or not eager or is_cpu(device.name):
         return []
     return [
         f"the file of {device.name} has no dispatch, seconds that its CPU takes to launch an operator: small layers "

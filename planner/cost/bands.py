@@ -89,8 +89,8 @@ small models on an H100 were 38% off at the 90th percentile (benchmarks/one_gpu/
 USUAL_RISK = 0.05
 """Of running out of memory: what plans are made for where nobody says otherwise."""
 
-USUAL_MARGIN = 0.05
-"""Share of memory left free for a model of a kind of which no published run is."""
+CPU_MARGIN = 0.05
+"""Share of memory left free on a CPU, of whose memory no published run tells anything."""
 
 
 def memory_risk(plan: Plan) -> float | None:
@@ -108,7 +108,22 @@ def margin_at(risk: float, profile: ModelProfile, device: str) -> float | None:
     published run is of the kind."""
     if _no_band(device, profile.seq_len, profile.attention_modules, profile.num_parameters):
         return None
+    return _margin(risk)
+
+
+def usual_margin(device: str) -> float:
+    """Share of memory to leave free for a model of a kind of which no published run is: on a GPU as much as the others
+    need for the usual risk, as nothing says that less will do."""
+    return CPU_MARGIN if is_cpu(device) else _margin(USUAL_RISK)
+
+
+def _margin(risk: float) -> float:
     return min(0.9, max(0.0, 1.0 - 1.0 / _bands()["memory"]["device"].room(risk)))
+
+
+def is_cpu(device: str) -> bool:
+    """Whether a preset or a device of that name is a CPU."""
+    return device.lower().startswith("cpu")
 
 
 def no_time_band(plan: Plan) -> str:
@@ -133,7 +148,7 @@ def no_band(plan: Plan) -> str:
 
 
 def _no_band(device: str, seq_len: int | None, attention_modules: tuple[str, ...], num_parameters: int) -> str:
-    if device.lower().startswith("cpu"):
+    if is_cpu(device):
         return "no published run is of a CPU"
     if seq_len is None or not attention_modules:
         return "published runs are of language models, none of a model of this kind"
