@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...planner.plan.document import Plan
 from ...profiler.running.fake_modes import fake_mode
-from ...profiler.running.forward_state import undone
+from ...profiler.running.forward_state import changed, draws_of, undone
 from ...profiler.running.kept_results import fakes_forgotten
 from ...profiler.running.known_numbers import knowing_numbers, known
 from ...profiler.semantics.distributions import unvalidated
@@ -139,9 +139,9 @@ class RandomNumbers:
         with torch.random.fork_rng([self._mesh.device] if len(generators) > 1 else []), dice_apart():
             self._begin(seed)
             seed_dice(seed)
-            before = [generator.get_state() for generator in generators]
+            before = [(place, place.take()) for place in map(draws_of, generators)] if tied else []
             yield
-            if tied and not all(map(torch.equal, before, (generator.get_state() for generator in generators))):
+            if changed(before):
                 raise ValueError(
                     f"the optimizer draws random numbers in its step, and {tied}, which several stages hold, would get "
                     "others on each of them: plan with --pin pipeline=1, or untie that weight"

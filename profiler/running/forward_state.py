@@ -101,7 +101,7 @@ def place_of(holder: Any) -> Changeable:
         case CellType():
             return _cell(holder)
         case torch.Generator():
-            return _draws(holder)
+            return draws_of(holder)
         case random.Random():
             return _state(holder.getstate, holder.setstate)
     bits = getattr(holder, "bit_generator", None) or holder._bit_generator
@@ -268,8 +268,8 @@ def _state(take: Callable[[], Any], put: Callable[[Any], None]) -> Changeable:
     return Changeable(take, lambda value: pickle.dumps(value) != pickle.dumps(take()), put)
 
 
-def _draws(generator: torch.Generator) -> Changeable:
-    """Its state is numbers, also where tensors have none."""
+def draws_of(generator: torch.Generator) -> Changeable:
+    """What is drawn from a generator of torch's; its state is numbers, also where tensors have none."""
 
     def take() -> torch.Tensor:
         with _disable_current_modes():
