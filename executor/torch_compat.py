@@ -565,11 +565,11 @@ def _own_gradients(parameters: Sequence[nn.Parameter], passing: Sequence[torch.T
     """Let each parameter have its first gradient in memory of its own, as autograd does where it adds one up. torch's
     backward for weights takes what comes, which two parameters may have in common (x + a + b), or which is one of those
     that pass through (`passing`), or one number spread over all elements; later micro-batches are added into it."""
-    held = {grad.untyped_storage().data_ptr() for grad in passing}
+    held = {grad.untyped_storage()._cdata for grad in passing}
     for parameter in parameters:
         if (grad := parameter.grad) is None:
             continue
-        place = grad.untyped_storage().data_ptr()
+        place = grad.untyped_storage()._cdata
         if place in held or 0 in grad.stride():
             parameter.grad = grad.clone(memory_format=torch.contiguous_format)
         held.add(place)
