@@ -232,7 +232,7 @@ def test_a_shape_looks_once_at_prices_that_others_have_found() -> None:
 
 
 def test_a_proof_has_its_time_however_long_before_it_the_plan_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = instance(9)
+    asked = instance(27)
     gaps = []
     for share in (0.0, explore.PROOF):
         monkeypatch.setattr(explore, "PATIENCE", 0.0)
@@ -241,7 +241,7 @@ def test_a_proof_has_its_time_however_long_before_it_the_plan_was_found(monkeypa
         assert outcome.best is not None
         gaps.append(1 - outcome.bound / outcome.best.seconds)
 
-    assert gaps[0] > 0.05
+    assert gaps[0] > 0.1
     assert gaps[1] < 0.001
 
 
