@@ -414,6 +414,8 @@ def test_memory_is_left_free_for_a_risk_where_it_is_known() -> None:
     assert margin(attending, memory_risk=0.01) > margin(attending) > margin(attending, memory_risk=0.2)
     assert margin(profile.model_copy(update={"seq_len": None})) == margin(attending)
     assert margin(attending, memory_risk=0.05) == margin(attending)
+    _, assumed = inputs.read_training(profile.model_copy(update={"seq_len": None}), machine, 8, StackOptions())
+    assert any("so the risk to run out is not known; --memory-margin changes it" in each for each in assumed)
     assert margin(attending, memory_margin=0.3) == 0.3
     with pytest.raises(ValueError, match="both say how much memory is left free"):
         margin(attending, memory_margin=0.1, memory_risk=0.1)
