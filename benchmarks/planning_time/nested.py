@@ -133,7 +133,7 @@ def narrower(case: Case, draw: random.Random) -> tuple[float, str, list[Narrower
     certificate, found = widest.certificate, []
     for pins in pins_of(case, draw):
         explorer = Explorer(case.profile, case.cluster, case.training)
-        best = explorer.explore(pins, time.monotonic() + LIMIT_S, near=0).best
+        best = explorer.explore(pins, time.monotonic() + LIMIT_S).best
         if best is not None:
             seconds = best.seconds + explorer.model.software.step_s
             words = f"{pins.schedule} {pins.pipeline} {pins.micro_batch} {pins.virtual_stages}: {best.shape.label}"

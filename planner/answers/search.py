@@ -157,15 +157,13 @@ def search(
     told("alternatives", OTHERS)
     baselines = [_baseline(explorer, rule, priced, chosen, pins) for rule, priced in rules]
     by_rule = {shape_of(each.plan).layout for each in baselines if each.plan is not None}
-    found = [*baselines]
-    for each in _runners_up(explorer, outcome, chosen, baselines, pins, deadline):
-        assert each.plan is not None
-        if shape_of(each.plan).layout not in by_rule:
-            found.append(each)
-    alternatives = ordered(found, chosen.plan)
+    runners_up = _runners_up(explorer, outcome, chosen, baselines, pins, deadline)
+    others = [each for each in runners_up if each.plan is None or shape_of(each.plan).layout not in by_rule]
+    alternatives = ordered([*baselines, *others], chosen.plan)
     decided = {"certificate": certificate, "prediction": prediction_of(chosen.estimate)}
     plan = chosen.plan.model_copy(update=decided | {"alternatives": kept(alternatives, chosen.plan.cluster)})
-    return SearchResult(plan=plan, estimate=chosen.estimate, certificate=certificate, alternatives=alternatives)
+    result = SearchResult(plan=plan, estimate=chosen.estimate, certificate=certificate, alternatives=alternatives)
+    return adopted(result, runners_up)
 
 
 @without_garbage_collection()
@@ -395,7 +393,9 @@ def _at_its_best(explorer: Explorer, solved: Solved, pins: Pins, deadline: float
     which need not be the micro-batch that suits them."""
     shape = solved.shape
     alike = replace(pins.as_in(shape), data_replicate=shape.data_replicate, data_shard=shape.data_shard)
-    return explore_all(explorer, alike.alternatives, deadline, near=0, cutoff_s=solved.seconds).best or solved
+    cutoff_s = solved.seconds * (1 + TIE)  # it is found again where it is the best, and its cuts are looked at
+    found = explore_all(explorer, alike.alternatives, deadline, near=0, cutoff_s=cutoff_s).best
+    return solved if found is None or found.seconds > solved.seconds else found
 
 
 def _runners_up(

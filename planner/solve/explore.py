@@ -118,6 +118,9 @@ LAST_S = 1.0
 PROGRAM_S = 4.0
 """Seconds of the integer program that chooses cuts and options of the best shape anew."""
 
+CUTS_S = 0.3
+"""Seconds in which more cuts of the best shape are looked at where nothing is to be proven."""
+
 Ints = NDArray[np.int64]
 
 TOLD_EVERY_S = 0.1
@@ -366,15 +369,24 @@ class _Search:
         out = self._out
         if (self._near > 0 and not self._any_will_do) or (not out.solved and math.isinf(self._cutoff_s)):
             self._prove()
-        left_s = min(PROGRAM_S, self._deadline_s - time.monotonic())
-        if self._near > 0 and out.best is not None and left_s > 0:
-            best = out.best
-            better = self.explorer.by_program(best, left_s)
-            out.solved = [better if each is best else each for each in out.solved]
+        self._improve()
         out.pruned = out.total - sum(out.rejected.values()) - out.num_solved
         left = [node.bound for node in self._rest] + [node.bound for _, _, node in self._heap]
         out.bound = min([out.bound, *left, *(s.seconds for s in out.solved)])
         return out
+
+    def _improve(self) -> None:
+        """Look for other stages of the best shape that was found: by the integer program, or, where nothing is to be
+        proven, by a short look at more cuts."""
+        best, left_s = self._out.best, self._deadline_s - time.monotonic()
+        if best is None or left_s <= 0 or self._any_will_do:
+            return
+        if self._near > 0:
+            better: Solved | None = self.explorer.by_program(best, min(PROGRAM_S, left_s))
+        else:
+            until_s = time.monotonic() + min(CUTS_S, left_s)
+            better, _ = self.explorer.closer(best.prices, best, best.seconds, until_s)
+        self._out.solved = [better if each is best and better is not None else each for each in self._out.solved]
 
     def _begin(self, started_s: float) -> None:
         """Count the space, and put its splits on the heap."""
