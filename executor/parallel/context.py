@@ -1,6 +1,6 @@
 """Context parallelism of a model: its forward runs on this rank's tokens, through everything that wraps its layers."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ...planner.plan.document import Plan
+from ...profiler.running.repeated_forwards import repeating_as
 from ...profiler.semantics.token_marks import Held, Mark, divided, mark_of, set_mark
 from ...profiler.semantics.token_slices import TokenSlices, run_token_by_token
 from ...profiler.tensor_cuts.context_trial import rehearsed_attention
@@ -41,8 +42,20 @@ class ContextParallel:
         if self._mode in _get_current_function_mode_stack():
             yield
             return
-        with self._mode:
+        with self._mode, repeating_as(self._again):
             yield
+
+    def _again(self, forward: Callable[..., Any], given: Any) -> Callable[..., Any]:
+        """The forward of a checkpoint that the model calls, as backward repeats it: on tensors of which those that it
+        was given as arguments have lost their marks."""
+        marks = [mark_of(tensor) for tensor in _tensors_in(given)]
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            _mark_all(_tensors_in((args, kwargs)), marks)
+            with self.running():
+                return forward(*args, **kwargs)
+
+        return again
 
     @contextmanager
     def whole_forward(self) -> Iterator[None]:
@@ -127,7 +140,11 @@ class Passage:
             return forward(*args, **kwargs)
 
 
-def _mark_all(leaves: list[Any], marks: list[Mark | None]) -> None:
+def _tensors_in(given: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+
+
+def _mark_all(leaves: Sequence[Any], marks: list[Mark | None]) -> None:
     for leaf, mark in zip(leaves, marks, strict=True):
         if mark is not None and mark_of(leaf) is None:
             set_mark(leaf, mark)
