@@ -233,7 +233,7 @@ def _profiled(
     problem_of_cuts, unlike = unlike_crossings(fake, chain, 2)
     profile = profile.model_copy(
         update={
-            "context_problem": context_problem(fake, profile.expert_modules, profile.layers)
+            "context_problem": context_problem(fake, profile, chain.repeats_reentrantly)
             or backward_problem((each.whole[0] for each in costed.values()), profile.seq_len)
             or _of_bank(samples.bank),
             "coupling": coupling.words if coupling is not None and coupling.much else "",

@@ -9,12 +9,11 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ..model.layer_run import Observation
-from ..model.model_profile import LayerProfile
+from ..model.model_profile import ModelProfile
 from ..running.fake import FakeModel
 from ..semantics.token_marks import Held, mark_of, own_shape, set_mark
 from ..semantics.token_slices import MixedTokensError, TokenSlices, run_token_by_token
@@ -22,33 +21,41 @@ from .tensor_trial import may_join
 
 _RANKS = 2
 
+_SAMPLES = 2
+"""More than one: of one alone, samples that are joined to one row, or lie behind their tokens, look like a sequence."""
 
-def context_problem(fake: FakeModel, banks: Iterable[str], layers: Iterable[LayerProfile]) -> str:
-    """Why it does not, in a few words; '' if it does, or has no sequence. banks: modules that are banks of experts.
 
-    layers: of the chain. Of those of one class that are given alike tensors the first one runs.
+def context_problem(fake: FakeModel, profile: ModelProfile, repeats_reentrantly: bool) -> str:
+    """Why it does not, in a few words; '' if it does, or has no sequence.
+
+    Of the profile's layers of one class that are given alike tensors the first one runs.
     """
     length = fake.loaded.seq_len
     if length is None:
         return ""
+    if repeats_reentrantly:  # its backward gives the forward that it repeats new tensors, without marks
+        return (
+            "a reentrant checkpoint repeats a forward in backward, where it is not known which tokens are here "
+            "(checkpoint(..., use_reentrant=False) is followed)"
+        )
     if fake.mode is None:
         return "it decides by the values of tensors, of which each rank would have others"
     size = max(1, length // (2 * _RANKS))
-    tokens = TokenSlices(length, ((0, size), (length - size, length)), _RANKS, rehearsed_attention)
+    attention = _RehearsedAttention()
+    tokens = TokenSlices(length, ((0, size), (length - size, length)), _RANKS, attention)
     unseen = _NotFollowed(tokens)
-    batch = fake.batch(1, None)
+    batch = fake.batch(_SAMPLES, None)
     try:
         with ExitStack() as stack:
-            for name in banks:
+            for name in profile.expert_modules:
                 module = fake.module.get_submodule(name)
                 stack.enter_context(patch.object(module, "forward", partial(_run_bank, module, name, module.forward)))
             known: dict[Hashable, Any] = {}
-            for layer in layers:
+            for layer in profile.layers:
                 if layer.root and layer.modules == (layer.root,):
                     module = fake.module.get_submodule(layer.root)
                     once = partial(_run_once, module.forward, known, layer.layer_class)
                     stack.enter_context(patch.object(module, "forward", once))
-            stack.enter_context(patch.object(checkpoint.CheckpointFunction, "apply", _repeat_unmarked))
             stack.enter_context(fake.running())
             stack.enter_context(tokens)
             stack.enter_context(unseen)
@@ -57,7 +64,12 @@ def context_problem(fake: FakeModel, banks: Iterable[str], layers: Iterable[Laye
     except ValueError as error:
         return unseen.problem or str(error.__cause__ or error).partition("\n")[0]
     if not tokens.started:
-        return "no ids of its sequence are looked up in a table, and no features of it meet a weight"
+        return (
+            "no ids of its sequence are looked up in a table as (samples, tokens), and no features of it meet a weight "
+            "as (samples, tokens, features)"
+        )
+    if profile.attention_modules and not attention.shared:
+        return "attention goes over whole sequences, before ids or features of them are seen as (samples, tokens, ...)"
     if kept:
         return f"buffer {kept} keeps what is made of tokens, of which each rank has its own"
     return "its loss is not a mean over tokens" if isinstance(mark_of(loss), Held) else ""
@@ -99,14 +111,6 @@ class _NotFollowed(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _repeat_unmarked(*args: Any) -> None:
-    """Raise MixedTokensError: its backward gives the forward that it repeats new tensors, without marks."""
-    raise MixedTokensError(
-        "a reentrant checkpoint repeats a forward in backward, where it is not known which tokens are here "
-        "(checkpoint(..., use_reentrant=False) is followed)"
-    )
-
-
 def _run_bank(module: nn.Module, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a bank of experts makes of each token. Raises MixedTokensError if it keeps a tensor aside, as of a loss."""
     before = dict(vars(module))
@@ -144,6 +148,25 @@ def _like(leaf: Any) -> Any:
     with torch._C.DisableTorchFunction():
         made = torch.empty_like(leaf).requires_grad_(leaf.requires_grad)
     return set_mark(made, mark_of(leaf))
+
+
+class _RehearsedAttention:
+    """Attends as rehearsed_attention does. shared: whether ranks would have had a part in it."""
+
+    def __init__(self) -> None:
+        self.shared = False
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        self.shared = True
+        return rehearsed_attention(query, key, value, mask, is_causal, scale)
 
 
 def rehearsed_attention(
