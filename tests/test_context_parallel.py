@@ -167,7 +167,11 @@ def shape(replicate: int = 1, shard: int = 1, tensor: int = 1, pipeline: int = 1
 
 TRAINED: dict[str, tuple[str, Shape, Recompute]] = {
     "own GPT, ring": ("gpt", shape(), "none"),
-    "additive mask with a row of keys": ("padding", shape(context_kind="all_gather"), "none"),
+    "additive mask with a row of keys, blocks that the model repeats": (
+        "padding",
+        shape(context_kind="all_gather"),
+        "full",
+    ),
     "GPT-2 with HSDP": ("gpt2", shape(2, context_kind="all_gather"), "selective"),
     "BERT, heads for tokens, pipeline": (
         "bert",
@@ -291,25 +295,22 @@ def test_a_profile_says_what_would_mix_tokens(name: str, problem: str) -> None:
 
 
 class Repeating(nn.Module):
-    """Words, of which a layer is repeated in backward."""
+    """A layer that is repeated in backward."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.words, self.layer, self.reentrant = nn.Embedding(8, 4), nn.Linear(4, 8), reentrant
+        self.layer, self.reentrant = nn.Linear(8, 8), reentrant
 
-    def forward(self, words: torch.Tensor) -> Any:
-        return checkpoint(self.layer, self.words(words), use_reentrant=self.reentrant)
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.layer, x, use_reentrant=self.reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_reentrant_checkpoints_keep_sequences_whole(reentrant: bool) -> None:
-    def loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(output.flatten(0, 1), batch.flatten())
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(8, 8), Repeating(False), Repeating(reentrant), nn.Linear(8, 8))
 
-    def batch(size: int, seq_len: int = 16) -> torch.Tensor:
-        return torch.randint(8, (size, seq_len))
-
-    found = trace(load_model(lambda: Repeating(reentrant), batch=batch, loss=loss)).context_problem
+    found = trace(load_model(build, batch=words, loss=next_word)).context_problem
 
     assert found.startswith("a reentrant checkpoint repeats a forward in backward") == reentrant
     assert bool(found) == reentrant
@@ -407,6 +408,37 @@ def test_what_is_done_beside_the_forward_is_looked_at(act: Any, problem: str) ->
     found = trace(load_model(lambda: Acting(act), batch=words, loss=next_word))
 
     assert problem in found.context_problem
+    assert bool(found.context_problem) == bool(problem)
+
+
+class Attending(nn.Module):
+    """Words, to which attention is done as `lay` has them lie."""
+
+    def __init__(self, lay: Callable[[torch.Tensor], torch.Tensor], masked: bool) -> None:
+        super().__init__()
+        self.words, self.layer, self.lay, self.masked = nn.Embedding(8, 4), nn.Linear(4, 8), lay, masked
+
+    def forward(self, words: torch.Tensor) -> Any:
+        x = self.words(self.lay(words)).view(words.shape[0], -1, 2, 2).transpose(1, 2)
+        mask = torch.ones(2, words.shape[1], words.shape[1]) if self.masked else None
+        return self.layer(functional.scaled_dot_product_attention(x, x, x, mask).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("lay", "masked", "problem"),
+    [
+        (lambda words: words, True, ""),
+        (lambda words: words.flatten(), False, "attention goes over whole sequences, before"),
+    ],
+    ids=["a mask of heads", "one row of all samples"],
+)
+def test_attention_is_shared_where_tokens_follow_samples(
+    lay: Callable[[torch.Tensor], torch.Tensor], masked: bool, problem: str
+) -> None:
+    found = trace(load_model(lambda: Attending(lay, masked), batch=words, loss=next_word))
+
+    assert found.attention_modules
+    assert found.context_problem.startswith(problem)
     assert bool(found.context_problem) == bool(problem)
 
 

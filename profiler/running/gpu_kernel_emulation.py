@@ -108,6 +108,8 @@ def _without_dropout(
     is_causal: bool = False,
     **more: Any,
 ) -> torch.Tensor:
+    if attn_mask is not None and query.dim() - attn_mask.dim() == 1 and attn_mask.dim() > 2:
+        attn_mask = attn_mask.unsqueeze(0)  # a mask of heads alone, for which the CPU has no fused kernel
     if query.shape[-1] == value.shape[-1] or not isinstance(query, FakeTensor):
         return _attention(query, key, value, attn_mask, 0.0, is_causal, **more)
     # values of another width (latent attention): a GPU's memory-efficient kernel takes them, no fused one of the CPU

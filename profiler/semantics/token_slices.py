@@ -634,6 +634,7 @@ def _attention(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) 
             raise _refuse("attention", "adds a bias that is learned, or made of tokens, to its scores")
         if mask.shape[-1] != mode.length or mask.shape[-2] not in (1, mode.length):
             raise _refuse("attention", f"has a mask of {tuple(mask.shape)} for {mode.length} tokens")
+        mask = mask.unsqueeze(0) if mask.dim() == 3 else mask
     output = mode.attend(query, key, value, mask, bool(given.get("is_causal", False)), given.get("scale"))
     return set_mark(output, first)
 
