@@ -42,9 +42,9 @@ class RoutedBank(nn.Module):
 
 
 class MixtureNet(nn.Module):
-    """One mixture. beside: whether its weights are read outside of the bank, too."""
+    """One mixture. beside: what is made of its weights outside of the bank."""
 
-    def __init__(self, make: Routed, beside: bool = False) -> None:
+    def __init__(self, make: Routed, beside: Callable[[torch.Tensor], torch.Tensor | int] | None = None) -> None:
         super().__init__()
         self.tokens, self.gate = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, COUNT)
         self.experts, self.head = RoutedBank(make), nn.Linear(WIDTH, VOCABULARY)
@@ -54,7 +54,7 @@ class MixtureNet(nn.Module):
         x = self.tokens(tokens)
         weights, chosen = self.gate(x).flatten(0, 1).softmax(-1).topk(2)
         y = self.experts(x.flatten(0, 1), chosen, weights).view_as(x)
-        return self.head(y + self.experts.weight.square().sum() if self.beside else y)
+        return self.head(y if self.beside is None else y * self.beside(self.experts.weight))
 
 
 def plain(bank: RoutedBank, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -99,6 +99,10 @@ def first_three(bank: RoutedBank, rows: torch.Tensor, experts: torch.Tensor, wei
 
 def detached(bank: RoutedBank, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return bank.through(rows, experts).detach() * weights + plain(bank, rows, experts, weights.detach())
+
+
+def dropped(bank: RoutedBank, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return plain(bank, nn.functional.dropout(rows), experts, weights)
 
 
 def counted(bank: RoutedBank, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -148,9 +152,17 @@ def test_banks_that_are_given_numbers_of_no_expert_are_found() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "beside", "told"),
-    [(plain, False, "None"), (numbered, False, "RoutedBank makes other"), (plain, True, "that are read outside")],
+    [
+        (plain, None, "None"),
+        (numbered, None, "RoutedBank makes other"),
+        (dropped, None, "RoutedBank draws random numbers (dropout)"),
+        (plain, torch.Tensor.mean, "that are read outside"),
+        (plain, len, "whose size is asked for outside"),
+    ],
 )
-def test_a_profile_says_why_experts_are_not_spread(make: Routed, beside: bool, told: str) -> None:
+def test_a_profile_says_why_experts_are_not_spread(
+    make: Routed, beside: Callable[[torch.Tensor], torch.Tensor | int] | None, told: str
+) -> None:
     profile = trace(load_model(partial(MixtureNet, make, beside), batch=next_tokens(VOCABULARY), loss=loss))
 
     assert told in str(expert_rule(profile, 2))

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction, _CachedTorchDispatchMode
 
 from ..machine.units import first_of
+from ..running.asked_sizes import asked_sizes
 from ..running.fake import DecidesByDrawsError, DecidesByValuesError, FakeModel
 from ..running.forward_state import Reached, version_of
 from ..running.positions import Positions
@@ -111,6 +112,8 @@ class LayerChain:
     """Places of what a forward leaves behind and the next one reads."""
     hookless: bool = False
     """Whether what is saved for backward cannot be watched: torch.func.grad takes no hooks on saved tensors."""
+    asked: frozenset[tuple[str, str]] = frozenset()
+    """Parameters of three dims, and the modules that run where their sizes are asked for."""
     told: tuple[str, ...] = ()
     """By what the numbers that are trained come to differ with the plan."""
 
@@ -203,7 +206,8 @@ def _observe(
             }
             repeats = patch.object(CheckpointFunction, "apply", _noting_reentrant(watch))
             keeps = patch.object(_CachedTorchDispatchMode, "__init__", _noting_selective(watch))
-            with watch, watch.producers, grads, swaps, repeats, keeps, _noting_hooks(watch), watch.noting_repeated():
+            hooked, repeated, sizes = _noting_hooks(watch), watch.noting_repeated(), asked_sizes(fake.module, 3)
+            with watch, watch.producers, grads, swaps, repeats, keeps, hooked, repeated, sizes as asked:
                 loss = fake.loss(batch, before_loss=watch.start_loss, note_left=True)
                 _check_loss(fake, watch)
             own = _trained_by_loss(fake, watch, batch, loss) if fake.loaded.loss is not None else ()
@@ -220,7 +224,7 @@ def _observe(
             with fake.running():
                 watch.inputs.changed_by_several = fake.changed_by_several(units.names, fake.batch(size, seq_len))
         chain = _build_chain(fake, units, watch)
-        return replace(chain, told=own)
+        return replace(chain, told=own, asked=frozenset(asked))
 
     try:
         return watched(saved_tensors_hooks(pack, partial(_as_saved, fake)), True)

@@ -340,11 +340,12 @@ class LayerRun:
                 bank = self.observation.experts.setdefault(op.module, ExpertBank(count, op.shape[0], []))
                 bank.parameters.append(name)
         for name, calls in self._bank_calls.items():
-            module = self.fake.module.get_submodule((prefix + name).removesuffix("."))
+            path = (prefix + name).removesuffix(".")
+            module = self.fake.module.get_submodule(path)
             count, call = stacked_over(module), calls[0]
             if not count or len(calls) > 1 or call is None:
                 continue
-            inside = [op for op in forward if op.call >= 0 and (not name or f"{op.module}.".startswith(f"{name}."))]
+            inside = [op for op in forward if op.call >= 0 and _is_in(op.module, name)]
             if call.kind == "routed":
                 able = is_linear_in(call.weights, call.output, inside)
             else:
@@ -355,8 +356,19 @@ class LayerRun:
                 bank = ExpertBank(count, call.rows, found, call.kind, attributes)
                 own = {self.storages.number(parameter) for parameter in module.parameters()}
                 inner, all_reads = (sum(v.storage in own for op in ops for v in op.inputs) for ops in (inside, forward))
+                asked = [where for parameter, where in self.chain.asked if _is_in(parameter, path)]
                 if inner < all_reads:
                     bank.problem = "has parameters that are read outside of its forward, where a rank has some of them"
+                elif not all(_is_in(where, path) for where in asked):
+                    bank.problem = (
+                        "has parameters whose size is asked for outside of its forward, where that of a rank's part is "
+                        "found; keep the number of experts in an attribute"
+                    )
+                elif any(op.draws or op.dropout for op in inside):
+                    bank.problem = (
+                        "draws random numbers (dropout), and rows of other ranks' samples come to it, for which one "
+                        "process would draw others"
+                    )
                 self.observation.experts[name] = bank
         for bank in self.observation.experts.values():
             bank.groups = groups_of(bank.count, forward)
@@ -516,6 +528,11 @@ class LayerRun:
 
 class _Stop(BaseException):
     """The layer has run; the rest of the model need not. Not an Exception, so that no model catches it."""
+
+
+def _is_in(module: str, name: str) -> bool:
+    """Whether a module is that of a name, or in it."""
+    return not name or f"{module}.".startswith(f"{name}.")
 
 
 def _writes_behind(ops: Sequence[Op], begins: Sequence[bool], storages: set[int]) -> bool:
