@@ -41,6 +41,7 @@ def odd(name: str) -> LoadedModel:
         ("penalty_by_name", "reads 0.bias, which is not in the output"),
         ("subclassed_parameters", "reads place of 0.weight"),
         ("flexible_scores", "uses flex_attention"),
+        ("branches", "gives torch functions to call"),
         ("batch_dataclass", "gives an object of Inputs at .0., whose tensors are cut into no micro-batches"),
     ],
 )

@@ -226,6 +226,11 @@ class FakeModel:
                     f"{self.loaded.source} makes nested tensors ({place_of(error)}), whose ragged dim has no size that "
                     "a profile could tell: pad the rows and mask them, or keep them in one tensor with their bounds"
                 ) from error
+            if "HigherOrderOperator" in str(error):
+                raise ValueError(
+                    f"{self.loaded.source} gives torch functions to call (torch.cond, while_loop: {place_of(error)}), "
+                    "whose layers a profile does not see: choose by torch.where, and loop in Python"
+                ) from error
             if "cuda" in str(error).lower() and not isinstance(error, NotImplementedError):  # which lists all devices
                 raise ValueError(
                     f"{self.loaded.source} moves tensors to a GPU itself ({place_of(error)}), which is for the trainer "
