@@ -179,6 +179,25 @@ def test_a_config_brings_micro_batches_that_its_head_takes(architecture: str, tm
     assert bool(profile.coupling) == (architecture == "CLIPModel")
 
 
+TRAINED_ONCE: dict[str, dict[str, Any]] = {
+    "RobertaForMaskedLM": {**TEXT, "model_type": "roberta", "pad_token_id": 1},
+    "Siglip2Model": {
+        "model_type": "siglip2",
+        "text_config": {**TEXT, "eos_token_id": 99, "bos_token_id": 98},
+        "vision_config": {**NARROW, "patch_size": 4, "num_patches": 16},
+    },
+}
+
+
+@pytest.mark.parametrize("architecture", TRAINED_ONCE)
+def test_micro_batches_fit_positions_behind_padding_and_pictures_in_patches(architecture: str, tmp_path: Path) -> None:
+    loaded = hub_models.loaded_from(tmp_path, TRAINED_ONCE[architecture], architecture)
+
+    module, _, _ = hub_models.trained_once(loaded)
+
+    assert hub_models.with_gradients(module)
+
+
 MISTRAL = """
 import torch, transformers
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..model.loaded import Batch, Build, Loss, MakeBatch
 from . import recordings
-from .handed_over import pixels
-from .picture_patches import numbered_patches
+from .handed_over import HandedOver, pixels
+from .picture_patches import in_padded_patches, numbered_patches
 from .picture_tokens import AskedModel
 from .pictures import Picture, mark_of, picture_beside, picture_of, unsaid_mark
 from .recordings_in_text import recording_of, without_embedding
@@ -41,7 +41,9 @@ def batches_of(architecture: Any, config: Any, path: Path, build: Build) -> Batc
         said = f"{_PROMPTS} point in each picture, and the mask of what is there"
         return Batches(_pointed_at(config), _mask_loss, assumes=said)
     if {"pixel_values", "input_ids", "return_loss"} <= takes:
-        return Batches(_texts_and_pictures(config))
+        way = next(in_padded_patches(config, config.vision_config)) if "spatial_shapes" in takes else None
+        layout, size = (frozenset(), "") if way is None else (way.layout, f"{way.size} in each sample")
+        return Batches(_texts_and_pictures(config, way), layout=layout, assumes=size)
     task = next((task for task in LABELS if _is_made_for(architecture, task)), None)
     why = ""
     if task != "MASKED_LM" and {"input_ids", "labels"} <= takes:
@@ -230,13 +232,14 @@ def _as_long_as_can_be(config: Any) -> MakeBatch:
     return batch
 
 
-def _texts_and_pictures(config: Any) -> MakeBatch:
-    """A text beside each picture; which belong together is the loss."""
+def _texts_and_pictures(config: Any, way: HandedOver | None) -> MakeBatch:
+    """A text beside each picture; which belong together is the loss. way: how pictures of any size are handed over."""
     text, vision = config.get_text_config(), config.vision_config
 
     def batch(size: int) -> Batch:
         words = _tokens(text, size, text.max_position_embeddings)
-        return {"input_ids": words, "pixel_values": pixels(vision, size), "return_loss": True}
+        seen = {"pixel_values": pixels(vision, size)} if way is None else way.tensors(size)
+        return {"input_ids": words, **seen, "return_loss": True}
 
     return batch
 
