@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..document import parsed
 from ..garbage import without_garbage_collection
+from ..model.building import on_meta
 from ..model.loaded import LoadedModel, called, checked, takes_seq_len
 from ..model.source import PADDED
 from .batches import LABELS, auto_classes, batches_of, parts_of, text_of
@@ -70,6 +72,8 @@ def from_config(path: Path, multiple: int = 1, named: str | None = None) -> Load
     text = text_of(first)
     told = (getattr(text, key, None) for key in _CONTEXT_KEYS)
     longest = next((length for length in told if isinstance(length, int) and length > 0), None)
+    if longest is not None:
+        longest = max(1, longest - _first_position(architecture, build))
     loaded = checked(
         build,
         make_batch,
@@ -88,6 +92,21 @@ def from_config(path: Path, multiple: int = 1, named: str | None = None) -> Load
         fewest_tokens=batches.fewest_tokens,
         if_not_run=_IF_NOT_RUN,
     )
+
+
+def _first_position(architecture: Any, build: Callable[[], "nn.Module"]) -> int:
+    """Row in the table of positions at which a sample begins: behind that of padding in RoBERTa and those like it,
+    whose samples are that much shorter than the table."""
+    beside = vars(sys.modules[architecture.__module__])
+    if not any(hasattr(each, _COUNTS) for each in (architecture, *beside.values())) and _COUNTS not in beside:
+        return 0
+    tables = {name: m for name, m in on_meta(build).named_modules() if type(m).__name__ == "Embedding"}
+    padded = [m.padding_idx for name, m in tables.items() if name.endswith("position_embeddings")]
+    return next((int(row) + 1 for row in padded if row is not None), 0)
+
+
+_COUNTS = "create_position_ids_from_input_ids"
+"""How transformers calls what numbers the tokens that are not padding."""
 
 
 def _with_fused_attention(architecture: Any, config: Callable[[], Any]) -> Any:
