@@ -201,6 +201,7 @@ def test_a_module_needs_batches() -> None:
         ('{"model_type": "no_such"}', r'model_type "no_such", which transformers'),
         ('{"model_type": "gpt2", "architectures": ["GPT9Model"]}', r'architecture "GPT9Model"'),
         ('{"model_type": "gpt2", "architectures": ["GPT2Model"]}', r"batches are not known here"),
+        ('{"model_type": "flava", "architectures": ["FlavaForPreTraining"]}', r"batches are not known here"),
     ],
 )
 def test_bad_configs_are_told_in_a_sentence(tmp_path: Path, text: str, match: str) -> None:

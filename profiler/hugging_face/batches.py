@@ -40,7 +40,7 @@ def batches_of(architecture: Any, config: Any, path: Path, build: Build) -> Batc
     if _is_made_for(architecture, "MASK_GENERATION") and {"pixel_values", "input_points"} <= takes:
         said = f"{_PROMPTS} point in each picture, and the mask of what is there"
         return Batches(_pointed_at(config), _mask_loss, assumes=said)
-    if {"pixel_values", "input_ids", "return_loss"} <= takes:
+    if {"pixel_values", "input_ids", "return_loss"} <= takes and hasattr(config, "vision_config"):
         way = next(in_padded_patches(config, config.vision_config)) if "spatial_shapes" in takes else None
         layout, size = (frozenset(), "") if way is None else (way.layout, f"{way.size} in each sample")
         return Batches(_texts_and_pictures(config, way), layout=layout, assumes=size)
