@@ -20,7 +20,7 @@ from meshwright.executor.measuring.local_ranks import RankError, run_local_ranks
 from meshwright.executor.measuring.one_process import ReplicaTurns, RunResult, no_dropout
 from meshwright.executor.measuring.shrink import shrunken_config
 from meshwright.executor.measuring.small_plan import shrunken_degrees, small_model, small_plan, small_stages
-from meshwright.executor.measuring.verify import TOLERANCE, Difference, VerifyReport, compared
+from meshwright.executor.measuring.verify import TOLERANCE, Difference, VerifyReport, compared, in_double
 from meshwright.executor.parallel import gradients
 from meshwright.executor.parallel.stage_module import StageModule
 from meshwright.planner.plan.document import Degrees, LayerPlan, Plan, Recompute, Stage
@@ -392,6 +392,27 @@ def test_a_loss_of_which_rounding_leaves_few_digits_is_held_against_exact_number
     assert compared(REPORT, one, plan, exact).ok
     assert not compared(REPORT, one, run(loss=1.01), exact).ok
     assert not compared(REPORT, one, run(loss=float("nan")), exact).ok
+
+
+class _Casting(nn.Linear):
+    """In half precision by autocast, and back."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x).float()
+
+
+def test_exact_numbers_stay_so_where_a_model_casts_by_name() -> None:
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return (output.to(torch.float32) - batch[1].half()).square().mean()
+
+    exact = in_double(load_model(lambda: _Casting(4, 4), batch=lambda size: 2 * (torch.randn(size, 4),), loss=loss))
+    module, x = exact.build(), torch.randn(2, 4, dtype=torch.float64)
+    output = module(x)
+
+    assert exact.loss is not None
+    assert exact.loss(output, (x, x)).dtype == torch.float64
+    assert torch.equal(output, functional.linear(x, module.weight, module.bias))
 
 
 def test_not_a_number_is_a_difference() -> None:

@@ -2,20 +2,22 @@
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ...planner.plan.document import Plan
 from ...profiler.machine.units import first_of
 from ...profiler.model.building import on_meta
-from ...profiler.model.loaded import Batch, LoadedModel
+from ...profiler.model.loaded import Batch, LoadedModel, Loss
 from ...profiler.model.trace import trace
 from ...profiler.semantics.draws import SameDraws
 from ..apply import check_model
@@ -282,8 +284,46 @@ def _nearer(expected: RunResult, found: RunResult, exact: RunResult) -> RunResul
 
 
 def in_double(loaded: LoadedModel) -> LoadedModel:
-    """The model in float64."""
-    return replace(loaded, build=lambda: loaded.build().double())
+    """The model in float64, with all that its forward and its loss cast to fewer digits by name."""
+
+    def build() -> nn.Module:
+        module = loaded.build().double()
+        running: list[_NothingShorter] = []
+
+        def begin(*call: object) -> None:
+            running.append(_NothingShorter())
+            running[-1].__enter__()
+
+        def end(*call: object) -> None:
+            running.pop().__exit__(None, None, None)
+
+        module.register_forward_pre_hook(begin, prepend=True)
+        module.register_forward_hook(end, always_call=True)
+        return module
+
+    return replace(loaded, build=build, loss=loaded.loss and partial(_loss_in_double, loaded.loss))
+
+
+def _loss_in_double(loss: Loss, output: Any, batch: Any) -> torch.Tensor:
+    with _NothingShorter():
+        return loss(output, batch)
+
+
+class _NothingShorter(TorchFunctionMode):
+    """While it lasts, what asks for floating point of fewer digits than float64 gets that."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run `func` so."""
+        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
+            return args[0].double()
+        return func(*tree_map(_no_shorter, args), **tree_map(_no_shorter, kwargs or {}))
+
+
+def _no_shorter(leaf: Any) -> Any:
+    shorter = isinstance(leaf, torch.dtype) and leaf in (torch.float32, torch.bfloat16, torch.float16)
+    return torch.float64 if shorter else leaf
 
 
 def _as_double(batch: Any) -> Any:
