@@ -232,7 +232,7 @@ def number_problem(whole: Sequence[Op], cut: Sequence[Op], rows: set[str]) -> st
         read = [_changed(u, v) for u, v in zip(a.inputs, b.inputs, strict=True)]
         if _counts(a, b, read):
             name = "torch.tensor" if a.name == "lift_fresh" else a.name
-            return f"because {name} {where} takes a number that counts what is cut"
+            return f"because {name} {where} takes a number that counts what is cut, or changes from call to call"
         if any(read) and a.module not in rows and not (a.is_view or _treats_alike(a, read)):
             return f"because {a.name} {where} is not known to treat all of what is cut alike"
     return ""
