@@ -2,7 +2,6 @@
 
 import difflib
 import functools
-import gc
 import inspect
 import os
 import sys
@@ -87,7 +86,6 @@ def commands() -> typer.Typer:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the `plan` command. It ends with one of answers.EXIT_CODES."""
-    gc.set_threshold(1_000_000, 50, 100)  # a command is short, and imports and traces make millions of objects
     words = list(sys.argv[1:] if arguments is None else arguments)
     called = "plan" if arguments is not None else _NAMES.get(Path(sys.argv[0]).name, "plan")
     if words == ["--version"]:

@@ -1,5 +1,7 @@
 """`python -m meshwright` is the `meshwright` command, which is `plan` by another name."""
 
+import atexit
+import gc
 import sys
 from _thread import interrupt_main
 from threading import Timer
@@ -12,6 +14,8 @@ _INTERRUPTED = 130
 def main() -> None:
     """Entry point of all commands: what is interrupted ends without a traceback, while it is imported, too."""
     sys.unraisablehook = _noted
+    gc.set_threshold(1_000_000, 50, 100)  # a command is short, and imports and traces make millions of objects
+    atexit.register(gc.freeze)  # which Python would look through for garbage once more as it ends
     try:
         from .executor.cli import main as command
 
