@@ -1,6 +1,7 @@
 """What a profile says equals what can be derived by hand."""
 
 import importlib
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from meshwright.planner.plan.legality import legal_cuts, sharding_rule
+from meshwright.profiler.garbage import without_garbage_collection
 from meshwright.profiler.model import class_costs
 from meshwright.profiler.model.dimensions import dimensions
 from meshwright.profiler.model.lengths import at_seq_len
@@ -471,6 +473,23 @@ def test_one_sample_counts_unless_it_is_copied_less_often(
     )
 
     assert ran == runs
+
+
+def test_runs_of_layers_are_freed_without_the_collector_of_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Run(class_costs.LayerRun):
+        def run(self, *args: Any, **kwargs: Any) -> Any:
+            if self.index == 0:  # autograd keeps some of the layer that ends in the loss
+                left.append(weakref.ref(self))
+            return super().run(*args, **kwargs)
+
+    left: list[weakref.ref[Any]] = []
+    monkeypatch.setattr(class_costs, "LayerRun", Run)
+    with without_garbage_collection():
+        _of_module(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), 8)
+        still_there = [run for run in left if run() is not None]
+
+    assert left
+    assert not still_there
 
 
 def test_nothing_to_train_is_refused() -> None:

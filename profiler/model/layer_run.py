@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -168,15 +169,24 @@ class LayerRun:
         cut = (self.fake.module.get_parameter(name) for name in self.layer.parameters)
         for tensor in (*self.fake.tensors, *cut):
             self._outside.add(self.storages.number(tensor))
-        with self.fake.running(), self.recorder, recorded_as_own(self.recorder):
-            scalars = self._forward()
-            forward_end = len(self.storages.log)
-            if backward:
-                self._backward(scalars)
-            else:
-                self.has_own_backward = self.chain.hooks_gradients or has_own_backward(scalars)
-        self._account(forward_end)
+        try:
+            with self.fake.running(), self.recorder, recorded_as_own(self.recorder):
+                scalars = self._forward()
+                forward_end = len(self.storages.log)
+                if backward:
+                    self._backward(scalars)
+                else:
+                    self.has_own_backward = self.chain.hooks_gradients or has_own_backward(scalars)
+            self._account(forward_end)
+        finally:
+            self._let_go()
         return self.observation
+
+    def _let_go(self) -> None:
+        """Part from what holds the run in turn: it is freed with all its operators as soon as nobody needs it."""
+        del self._arrive
+        self.recorder.end()
+        self.storages.end()
 
     def _forward(self) -> list[torch.Tensor]:
         """Scalars whose backward brings a gradient to each output, as the next layer's backward would."""
@@ -274,7 +284,8 @@ class LayerRun:
         seen.saves_in_fp32 = [*(p in left for p in self._leaving), *(p in arrived for p in self._arriving)]
         self._find_experts(forward)
         self.calls.left_out, self.calls.returned, self.calls.arrived = elsewhere, returned, set(self._arrived_as)
-        seen.calls, seen.peak_of = self.calls, self._peak_of
+        seen.calls = self.calls
+        seen.peak_of = partial(_peak_of, self.storages, self.fake.dtype.itemsize, self._gradients)
         seen.arrived = {number: self._leaves[made].requires_grad for number, made in self._arrived_as.items()}
         for tensor in self._leaves.values():
             seen.inputs += self.storages.size(tensor)
@@ -298,12 +309,6 @@ class LayerRun:
         entering = {self._arrived_as[number] for number in fused.entering if number in self._arrived_as}
         tensors = [self._leaves[made] for made in self._arriving if made in entering - self._saved_arriving]
         self.observation.fused_inputs = self.storages.size(*tensors)
-
-    def _peak_of(self, start: int, end: int) -> Size:
-        """The most that lived at once between two moments, without gradients of weights."""
-        peak = self.storages.peak(start, end, self.fake.dtype.itemsize, self._gradients)
-        in_fp32 = self.storages.peak_in_fp32(start, end, self._gradients)
-        return Size(peak.elements, peak.other_bytes, in_fp32 - peak.fp32_bytes)
 
     def _attention_core(self, forward: list[Op]) -> set[int]:
         """Storages made from the scores of unfused attention up to its output; marks the operators that make them.
@@ -572,6 +577,13 @@ def _name_parts(ops: list[Op], input_gradients: set[int], weight_gradients: set[
             needed |= {view.storage for view in op.inputs}
         else:
             op.part = "backward_weight"
+
+
+def _peak_of(storages: Storages, element_bytes: int, gradients: set[int], start: int, end: int) -> Size:
+    """The most that lived at once between two moments, without gradients of weights."""
+    peak = storages.peak(start, end, element_bytes, gradients)
+    in_fp32 = storages.peak_in_fp32(start, end, gradients)
+    return Size(peak.elements, peak.other_bytes, in_fp32 - peak.fp32_bytes)
 
 
 def _above(peak: Size, peak_in_fp32: float, kept: Size, element_bytes: int) -> Size:

@@ -195,6 +195,10 @@ class Storages:
                 best, best_bytes = (elements, other_bytes), total
         return Size(*best)
 
+    def end(self) -> None:
+        """Log no more births and deaths."""
+        self._living.clear()
+
     def _died(self, number: int, address: int, storage: object) -> None:
         del self._living[number], self._numbers[address]
         if number in self.sizes:
@@ -249,6 +253,10 @@ class Recorder(Mode):
         op.own, op.draws, op.dropout = self.own, _draws(func), in_dropout()
         self.ops.append(op)
         return out
+
+    def end(self) -> None:
+        """No operator comes any more."""
+        self._module = str
 
     def _moved(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Size:
         if name == "embedding":  # reads the rows that it looks up, not the table
