@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from textwrap import shorten
 from typing import Any
 
@@ -324,7 +324,7 @@ class _Probe:
         return self._try_with_counts(cut, read(looked_up=True), self._narrowed(flow, columns, rows))
 
     def _trained(self, names: Iterable[str]) -> tuple[str, ...]:
-        own = self._own()
+        own = self._own
         return tuple(name for name in names if own[name].requires_grad)
 
     def _read_between(
@@ -333,7 +333,7 @@ class _Probe:
         """Parameters that are joined with what differs between ranks before the rows, by themselves or cast. looked_up:
         or by what was read of them with something that is not trained, as of a table with indices."""
         differs = cut_storages(flow, between) - set(flow.parameters)
-        named, own = dict(self.fake.module.named_parameters()), self._own()
+        named, own = dict(self.fake.module.named_parameters()), self._own
         names: dict[int, set[str]] = defaultdict(set)
         for name, parameter in own.items():
             names[id(parameter)].add(name)
@@ -352,6 +352,7 @@ class _Probe:
                     known.setdefault(storage, set()).update(*(known.get(s, ()) for s in read))
         return tuple(sorted(found - set(sharded)))
 
+    @cached_property
     def _own(self) -> dict[str, nn.Parameter]:
         """Parameters of the layer, by the names that it has for them."""
         named = dict(self.fake.module.named_parameters(remove_duplicate=False))
@@ -364,7 +365,7 @@ class _Probe:
         cut = {id(module.weight): dim}
         if bias and getattr(module, "bias", None) is not None:
             cut[id(module.bias)] = 0
-        return {name: cut[id(parameter)] for name, parameter in self._own().items() if id(parameter) in cut}
+        return {name: cut[id(parameter)] for name, parameter in self._own.items() if id(parameter) in cut}
 
     def _try_with_counts(self, cut: TensorCut, read: Sequence[str], narrowed: Mapping[str, object]) -> TensorCut | str:
         """The cut with the fewest counts, and parameters of those read between columns and rows, that must be divided
@@ -410,7 +411,7 @@ class _Probe:
         """The cut, with these divided by the degree (and Conv1D's own width, which it reshapes by)."""
         attributes: dict[str, tuple[str, ...]] = {c: ("nf",) for c in cut.columns if hasattr(self.modules[c], "nf")}
         attributes |= dict.fromkeys(cut.between, ("num_groups", "num_channels"))
-        sharded, own = dict(cut.sharded), self._own()
+        sharded, own = dict(cut.sharded), self._own
         for name, what in chosen:
             if isinstance(what, str):
                 attributes[name] = (*attributes.get(name, ()), what)
@@ -437,7 +438,7 @@ class _Probe:
 
     def _by_units(self, cut: TensorCut, read: Iterable[str], values: set[int]) -> tuple["_Divided", ...]:
         """Dims of parameters read between columns and rows that may have an entry for each unit that is cut."""
-        own = self._own()
+        own = self._own
         return tuple(
             (name, dim)
             for name in read
