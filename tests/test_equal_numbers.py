@@ -132,8 +132,8 @@ SCHEDULES = {
     "zb-v 2x2 x fsdp, reduced every micro-batch": Case(
         "gpt", shard=2, stages=(1, 2, 1, 2), virtual=2, num_microbatches=4, more={**ZB_V, "gradient_sync": "every"}
     ),
-    "zb-v 2x2 x tensor, permuted": Case(
-        "gpt", tensor=2, stages=(1, 2, 1, 2), virtual=2, more={**ZB_V, "mesh_axes": PIPELINE_INSIDE}
+    "zb-v 2x2 x tensor, norms of heads, permuted": Case(
+        "normed", tensor=2, stages=(1, 1, 1, 1), virtual=2, more={**ZB_V, "mesh_axes": PIPELINE_INSIDE}
     ),
     "interleaved 2x2 x fsdp x tensor + sequence, recompute": Case(
         "gpt", shard=2, tensor=2, stages=(1, 2, 1, 2), virtual=2, recompute="full",
