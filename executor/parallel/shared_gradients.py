@@ -85,7 +85,7 @@ class SharedGradients(TorchFunctionMode):
         # A mode that sees operators (to count FLOPs, say) brings those of backward here, too; recompute builds a graph.
         if self._is_muted or (in_backward() and not torch.is_grad_enabled()):
             return output
-        if func == torch.Tensor.grad.__get__:  # nothing that is computed from its parameter
+        if getattr(func, "__self__", None) is torch.Tensor.grad:  # nothing that is computed from its parameter
             return output
         read = args[1:] if func is torch.Tensor.copy_ else args  # what is written over counts no more
         given = [x for x in tree_leaves((read, kwargs)) if isinstance(x, torch.Tensor)]
