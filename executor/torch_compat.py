@@ -445,10 +445,13 @@ def reduce_gradients(root: FSDPModule) -> None:
 
     A unit's gradients get one dtype before. Where the backward for inputs has made some of them already (see
     LeanPipelineStage._backward_past_inputs), fully_shard has put those by in the dtype that they are summed in, and
-    would raise at the others, which are in the parameters' (seen in 2.13 on T5 with one micro-batch).
+    would raise at the others, which are in the parameters' (seen in 2.13 on T5 with one micro-batch). And where the
+    backward of a parameter leads through a unit's input, fully_shard takes the unit for done, and would leave out what
+    gradients it got after that (seen in 2.13 on a stage that makes one of two tensors which its first unit reads).
     """
     units = (unit for unit in cast(nn.Module, root).modules() if isinstance(unit, FSDPModule))
     for group in (group for unit in units for group in _parameter_groups(unit)):
+        group._training_state = type(group._training_state).IDLE
         gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
         without = [p for p in gathered if p.unsharded_accumulated_grad is None]
         if len(without) < len(gathered):
