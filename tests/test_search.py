@@ -205,9 +205,9 @@ def test_no_runner_up_is_beaten_by_another_micro_batch_of_its_degrees(seed: int)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", slow.but_first([1, 9, 11], 1))
+@pytest.mark.parametrize("seed", slow.but_first([1, 9, 10], 1))
 def test_a_set_up_that_leaves_cuts_open_is_priced_at_its_best(seed: int) -> None:
-    """Of unequal layers, too: balanced cuts alone are 6 to 9% slower here."""
+    """Of unequal layers, too: balanced cuts alone are 3 to 8% slower here."""
     rng = random.Random(seed)
     classes = [random_class(rng, f"c{i}", [None], [(0.0, 0.2), (0.1, 0.1)]) for i in range(3)]
     model = profile(classes, [rng.randrange(3) for _ in range(24)], 1e6)

@@ -28,7 +28,7 @@ from .chunked import best_chunking
 from .columns import ROUNDING, StagePrices
 from .ilp import solve_master
 from .nodes import Node, ShapeNode, ShapesNode, Solved, SplitNode, expired
-from .polish import MANY_CUTS, MOST_CUTS, best_of_all, best_of_likely, evened, num_cuts, polished
+from .polish import MANY_CUTS, are_few, best_of_all, best_of_likely, evened, num_cuts, polished
 from .scan import Assignment, scan, simulated_s
 from .solver import OutOfTimeError
 from .space import Family, Space, Split
@@ -118,8 +118,9 @@ LAST_S = 1.0
 PROGRAM_S = 4.0
 """Seconds of the integer program that chooses cuts and options of the best shape anew."""
 
-CUTS_S = 0.3
-"""Seconds in which more cuts of the best shape are looked at where nothing is to be proven."""
+CUTS_S, ALL_CUTS_S = 0.3, 2.0
+"""Seconds in which more cuts of the best shape are looked at where nothing is to be proven: some, or all that there
+are."""
 
 Ints = NDArray[np.int64]
 
@@ -264,7 +265,7 @@ class Explorer:
         shape = prices.shape
         below_s = below_s if found is None else found.seconds
         better, least_s = None, below_s if shape.pipeline == 1 else 0.0
-        if shape.pipeline > 1 and num_cuts(prices) <= MOST_CUTS:
+        if are_few(prices, deadline_s - time.monotonic()):
             better, least_s = best_of_all(prices, below_s, deadline_s)
         elif found is not None and is_chunked(shape.schedule):
             better = polished(prices, found.assignment, deadline_s)
@@ -384,7 +385,8 @@ class _Search:
         if self._near > 0:
             better: Solved | None = self.explorer.by_program(best, min(PROGRAM_S, left_s))
         else:
-            until_s = time.monotonic() + min(CUTS_S, left_s)
+            look_s = ALL_CUTS_S if are_few(best.prices, ALL_CUTS_S) else CUTS_S
+            until_s = time.monotonic() + min(look_s, left_s)
             better, _ = self.explorer.closer(best.prices, best, best.seconds, until_s)
         self._out.solved = [better if each is best and better is not None else each for each in self._out.solved]
 
