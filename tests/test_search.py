@@ -218,6 +218,7 @@ def test_a_set_up_that_leaves_cuts_open_is_priced_at_its_best(seed: int) -> None
     searched = search(model, on, training, pins=pins)
 
     assert asked.seconds <= searched.certificate.fastest_s * (1 + 1e-3)
+    assert searched.certificate.gap < 0.03  # some 9% where not all cuts are looked at
 
 
 def test_shapes_are_all_accounted_for() -> None:
@@ -338,11 +339,12 @@ def test_where_time_is_over_before_the_first_plan_one_of_the_leanest_is_the_plan
     assert found.certificate.status == "feasible"
 
 
-def test_whatever_is_priced_faster_becomes_the_plan() -> None:
+def test_whatever_is_priced_faster_becomes_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     classes = [layer_class("a", 1e10, int(1e7), 1e6, 1e5)]
     model, on = profile(classes, [0] * 4), cluster(1, 4)
     training = TrainingSpec(global_batch=8, seq_len=64)
-    slow_one = search(model, on, training, pins=Pins(data_replicate=1, data_shard=1, pipeline=4, schedule="gpipe"))
+    slow = Pins(data_replicate=1, data_shard=1, pipeline=4, schedule="gpipe")
+    slow_one = search(model, on, training, pins=slow)
     fast_one = search(model, on, training)
     slow_set_up, fast_set_up = (Candidate("a set-up", each.plan, each.estimate, FITS) for each in (slow_one, fast_one))
 
@@ -354,6 +356,8 @@ def test_whatever_is_priced_faster_becomes_the_plan() -> None:
     assert (found.certificate.gap, found.certificate.status) == (0.0, "feasible")
     assert check(found.plan, model) == []
     assert adopted(fast_one, [slow_set_up]) is fast_one
+    monkeypatch.setattr("meshwright.planner.answers.search._runners_up", lambda *asked: [fast_set_up])
+    assert search(model, on, training, pins=slow).estimate == fast_one.estimate
 
 
 def test_slow_network_keeps_tensor_parallel_inside_a_node() -> None:

@@ -156,17 +156,9 @@ class _RehearsedAttention:
     def __init__(self) -> None:
         self.shared = False
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        is_causal: bool,
-        scale: float | None,
-    ) -> torch.Tensor:
+    def __call__(self, *given: Any, **named: Any) -> torch.Tensor:
         self.shared = True
-        return rehearsed_attention(query, key, value, mask, is_causal, scale)
+        return rehearsed_attention(*given, **named)
 
 
 def rehearsed_attention(
