@@ -34,6 +34,7 @@ def test_where_ranks_mostly_wait_fewer_of_them_nearly_do() -> None:
                    result.plan.training)  # fmt: skip
     assert there.certificate.fastest_s == pytest.approx(fewer.step_time_s, rel=1e-3)
     assert f"{fewer.num_devices} of the 8 GPUs" in str(fewer)
+    assert str(fewer).endswith(f"(--gpus {fewer.num_devices} --global-batch 64)")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 
+from ...profiler.machine.cluster import made_by_flags
 from ...profiler.machine.units import ALIKE, format_seconds
 from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import Estimate
@@ -29,13 +30,15 @@ _NEARLY_ALL = 0.99
 @dataclass(frozen=True)
 class Fewer:
     """The fewest GPUs, halved again and again, that nearly do what all of them do. ratio: their step over that of all,
-    less one."""
+    less one. flags: options that ask for them with the same global batch, empty where not options say what GPUs there
+    are."""
 
     num_devices: int
     of: int
     layout: str
     step_time_s: float
     ratio: float
+    flags: str = ""
 
     def __str__(self) -> str:
         does, slower = "would nearly do", f"{self.ratio:.1%} longer"
@@ -45,7 +48,8 @@ class Fewer:
         saved = f"{cheaper:.0%}" if cheaper < _NEARLY_ALL else f"over {_NEARLY_ALL:.0%}"
         return (
             f"{self.num_devices:,} of the {self.of:,} GPUs {does}: {format_seconds(self.step_time_s)} a step, "
-            f"{slower}, with {self.layout}, and {saved} less GPU time a sample (--gpus {self.num_devices})"
+            f"{slower}, with {self.layout}, and {saved} less GPU time a sample"
+            + (f" ({self.flags})" if self.flags else "")
         )
 
 
@@ -69,5 +73,6 @@ def fewer_gpus(plan: Plan, found: Estimate, profile: ModelProfile, pins: Pins) -
             break
         step_s = other[1].step_time_s
         layout = other[0].label
-        best = Fewer(count, plan.cluster.num_devices, layout, step_s, step_s / found.step_time_s - 1)
+        flags = f"--gpus {count} --global-batch {plan.training.global_batch}" if made_by_flags(plan.cluster) else ""
+        best = Fewer(count, plan.cluster.num_devices, layout, step_s, step_s / found.step_time_s - 1, flags)
     return best
