@@ -35,6 +35,8 @@ def test_where_ranks_mostly_wait_fewer_of_them_nearly_do() -> None:
     assert there.certificate.fastest_s == pytest.approx(fewer.step_time_s, rel=1e-3)
     assert f"{fewer.num_devices} of the 8 GPUs" in str(fewer)
     assert str(fewer).endswith(f"(--gpus {fewer.num_devices} --global-batch 64)")
+    of_a_file = cluster_of(_H100, 8).model_copy(update={"name": "cluster"})
+    assert str(_planned(1e6, of_a_file)[1]).endswith("less GPU time a sample")
 
 
 @pytest.mark.slow

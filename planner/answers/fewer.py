@@ -30,8 +30,8 @@ _NEARLY_ALL = 0.99
 @dataclass(frozen=True)
 class Fewer:
     """The fewest GPUs, halved again and again, that nearly do what all of them do. ratio: their step over that of all,
-    less one. flags: options that ask for them with the same global batch, empty where not options say what GPUs there
-    are."""
+    less one. flags: options that ask for them with the same global batch, empty where a file or an instance type says
+    what GPUs there are."""
 
     num_devices: int
     of: int

@@ -427,10 +427,13 @@ def cluster_of(device: Device, num_devices: int, devices_per_host: int | None = 
 
 
 def made_by_flags(cluster: ClusterSpec) -> bool:
-    """Whether --gpus, --device and --gpus-per-node say all of a cluster, as `cluster_of` makes it."""
+    """Whether --gpus, --device and --gpus-per-node say all of a cluster: it is as `cluster_of` makes and names it. That
+    of a file or of an instance type has a name of its own."""
     first, *others = cluster.hosts
-    usual = first.link == first.device.link and cluster.between_hosts == first.device.network
-    return not others and usual
+    if others:
+        return False
+    made = cluster_of(first.device, cluster.num_devices, first.devices_per_host)
+    return (cluster.name, cluster.hosts, cluster.network) == (made.name, made.hosts, made.network)
 
 
 def load_cluster(path: Path) -> ClusterSpec:
