@@ -220,8 +220,20 @@ def _held(explorer: Explorer, kind: object, shape: Shape, option: LayerOption) -
 
 
 def fits(explorer: Explorer, pins: Pins, deadline: float = 0.0) -> bool | None:
-    """Whether a plan fits: there is room for the state, and one of the leanest does, cut evenly or as it must be, or
-    any of the space that is found until the deadline, or in `EACH_S` after those; None where that leaves it open."""
+    """Whether a plan fits: there is room for the state, and one of the leanest does, or any of the space that is found
+    until the deadline, or in `EACH_S` after those; None where that leaves it open."""
+    if filled_by_state(explorer, pins) >= 1:
+        return False
+    if leanest_fits(explorer, pins):
+        return True
+    found = explorer.explore(pins, max(deadline, time.monotonic() + EACH_S), near=0, any_will_do=True)
+    if found.best is not None:
+        return True
+    return False if found.nothing_fits else None
+
+
+def leanest_fits(explorer: Explorer, pins: Pins) -> bool:
+    """Whether one of the leanest shapes fits, cut evenly or as it must be; where none does, another shape may."""
     if filled_by_state(explorer, pins) >= 1:
         return False
     lean: list[tuple[float, Shape]] = []
@@ -230,12 +242,7 @@ def fits(explorer: Explorer, pins: Pins, deadline: float = 0.0) -> bool | None:
             return True
         lean.append((over, shape))
     with explorer.until(time.monotonic() + LEAN_S):
-        if _first_solved(explorer, pins, lean) is not None:
-            return True
-    found = explorer.explore(pins, max(deadline, time.monotonic() + EACH_S), near=0, any_will_do=True)
-    if found.best is not None:
-        return True
-    return False if found.nothing_fits else None
+        return _first_solved(explorer, pins, lean) is not None
 
 
 def lean_plan(explorer: Explorer, pins: Pins) -> Solved | None:

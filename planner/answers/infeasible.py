@@ -32,6 +32,7 @@ from .fitting import (
     fits,
     frugal_shapes,
     grown,
+    leanest_fits,
     smallest_cluster,
     solved,
     state_and_room,
@@ -202,8 +203,7 @@ def _changes(explorer: Explorer, pins: Pins, smallest: Fewest, closest: Closest)
     larger = sorted((d for d in map(load_device, device_names()) if d.memory > memory), key=lambda d: d.memory)
     for device in larger:
         same = cluster_of(device, cluster.num_devices)
-        on = Explorer(explorer.profile, same, explorer.training, explorer.framework)
-        if fits(on, pins):
+        if leanest_fits(Explorer(explorer.profile, same, explorer.training, explorer.framework), pins):
             named = f"--device {device.name}" if by_flags else f"such as {device.name}"
             yield f"devices with {format_bytes(device.memory)} ({named})"
             break
