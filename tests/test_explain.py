@@ -621,14 +621,14 @@ def test_a_choice_is_robust_or_says_what_overtakes_it() -> None:
 
 @pytest.mark.parametrize("memory", slow.but_first([80e9, 1.7e9, 0.9e9, 2.5e9, 3.2e9], 1))
 def test_the_fewest_gpus_are_those_of_trying_all(memory: float) -> None:
-    model, on = chain(parameters=100_000_000, heads=8), cluster(1, 8, device(memory=memory))
+    model, on = chain(parameters=100_000_000, heads=8), cluster(2, 4, device(memory=memory))
     training = job()
 
     chosen = cluster_for(Objective.MIN_GPUS, model, on, training, Pins())[0].num_devices
 
     fitting = [
         count
-        for count in range(1, 9)
+        for count in (1, 2, 3, 4, 6, 8)
         if best_of(Explorer(model, grown(on, count), training), Pins(), math.inf) is not None
     ]
     assert chosen == min(fitting, default=8)

@@ -20,6 +20,7 @@ from meshwright.planner.answers.fitting import (
     fewest,
     fits,
     grown,
+    spread_evenly,
     state_and_room,
 )
 from meshwright.planner.answers.infeasible import InfeasibleError, offloaded
@@ -84,7 +85,7 @@ def test_the_smallest_number_of_gpus_has_a_plan_and_fewer_have_none(memory: floa
     told = refused(on, training).smallest_gpus
 
     assert told is not None
-    for count in (count for count in (*range(2, 9), 16, 24, 32) if count <= told):  # hosts of eight are filled
+    for count in spread_evenly(on, told)[1:]:  # of one, the state alone is too much
         explorer = Explorer(chain(), grown(on, count), training)
         assert (best_of(explorer, Pins(), math.inf) is not None) == (count == told)
 
@@ -92,6 +93,19 @@ def test_the_smallest_number_of_gpus_has_a_plan_and_fewer_have_none(memory: floa
 def test_a_host_is_filled_before_another_is_asked_for() -> None:
     assert grown(cluster(1, 2), 8).num_hosts == 1
     assert grown(cluster(2, 2), 8).num_hosts == 4
+    assert grown(cluster(4, 1), 2).num_hosts == 2
+    assert spread_evenly(cluster(1, 2), 24) == [*range(1, 9), 10, 12, 14, 16, 18, 21, 24]
+
+
+def test_a_host_has_as_many_gpus_as_the_user_says() -> None:
+    """--gpus 2 --gpus-per-node 2, of a device whose hosts usually have eight."""
+    on = cluster_of(device(memory=0.8e9), 2, 2)
+
+    told = refused(on, job()).smallest_gpus
+
+    assert told is not None
+    assert told % 2 == 0
+    assert grown(on, told).devices_per_host == 2
 
 
 @pytest.mark.slow

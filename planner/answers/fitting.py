@@ -318,8 +318,9 @@ def with_any_degrees(pins: Pins) -> Pins:
 
 
 def smallest_cluster(explorer: Explorer, pins: Pins, deadline: float) -> Fewest:
-    """The smallest number of GPUs of this kind that would do, of those that fill hosts, by a search of the whole space
-    for each until the deadline; none if not even 64 times as many do."""
+    """The smallest number of GPUs of this kind that would do, spread evenly, over full hosts where the user said how
+    many GPUs these have, by a search of the whole space for each until the deadline; none if not even 64 times as many
+    do."""
     cluster = explorer.cluster
     per_host, here = _full_host(cluster), cluster.num_devices
     free = with_any_degrees(pins)
@@ -330,22 +331,31 @@ def smallest_cluster(explorer: Explorer, pins: Pins, deadline: float) -> Fewest:
     def would_do(count: int) -> bool | None:
         return fits(with_gpus(count), free, deadline)
 
-    inside = range(here + 1, per_host + 1)
-    hosts = range(here // per_host + 1, MOST_GPUS * max(1, here // per_host) + 1)
-    counts = [*inside, *(per_host * count for count in hosts if count > 1)]
+    most = MOST_GPUS * max(1, here // per_host) * per_host
+    counts = [count for count in spread_evenly(cluster, most) if count > here]
+    if cluster.full_hosts:
+        counts = [count for count in counts if count % per_host == 0]
     needed = counts[0] * filled_by_state(with_gpus(counts[0]), free)  # of this kind, whatever else is in the cluster
     return fewest([count for count in counts if count > needed] or counts[-1:], would_do)
 
 
+def spread_evenly(cluster: ClusterSpec, most: int) -> list[int]:
+    """Numbers of devices up to `most`, ascending, of which as few hosts as hold them have as many each."""
+    per_host = _full_host(cluster)
+    return [count for count in range(1, most + 1) if count % -(-count // per_host) == 0]
+
+
 def _full_host(cluster: ClusterSpec) -> int:
-    """Devices of a host: a cluster that is part of one can grow to all of it."""
+    """Devices of a host: a cluster that is part of one can grow to all of it, unless the user said how many it has."""
     here = cluster.devices_per_host
-    return max(here, cluster.device.devices_per_host) if cluster.num_hosts == 1 else here
+    part = cluster.num_hosts == 1 and not cluster.full_hosts
+    return max(here, cluster.device.devices_per_host) if part else here
 
 
 def grown(cluster: ClusterSpec, count: int) -> ClusterSpec:
-    """A cluster of `count` of the same devices on the same kind of host."""
-    per_host = _full_host(cluster)
-    grown = cluster_of(cluster.device, count, per_host if count % per_host == 0 and per_host > 1 else None)
+    """A cluster of `count` of the same devices on the same kind of host, as full as lets all have as many."""
+    per_host = max(size for size in range(1, min(count, _full_host(cluster)) + 1) if count % size == 0)
+    grown = cluster_of(cluster.device, count, per_host)
     hosts = tuple(group.model_copy(update={"link": cluster.link}) for group in grown.hosts)
-    return grown.model_copy(update={"hosts": hosts, "network": cluster.between_hosts})
+    more = {"hosts": hosts, "network": cluster.between_hosts, "full_hosts": cluster.full_hosts}
+    return grown.model_copy(update=more)

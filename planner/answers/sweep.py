@@ -15,7 +15,7 @@ from ..plan.document import Plan
 from ..plan.pins import Pins
 from ..plan.training import Objective, TrainingSpec
 from ..solve.explore import Explorer
-from .fitting import SEARCHED_S, fewest, fits, grown
+from .fitting import SEARCHED_S, fewest, fits, grown, spread_evenly
 from .search import InfeasibleError, SearchResult, SolverError, search
 from .sensitivity import scaled, sensitivity
 from .why_not import best_of
@@ -201,8 +201,8 @@ def robustness(point: Point) -> str:
 def cluster_for(
     objective: Objective, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins
 ) -> tuple[ClusterSpec, str]:
-    """(The part of a cluster that an objective asks for, of equal devices and full hosts, at an unchanged batch, what
-    is said of it.)
+    """(The part of a cluster that an objective asks for, of equal devices spread evenly over as few hosts as hold
+    them, at an unchanged batch, what is said of it.)
 
     throughput: all of it. min-gpus: the fewest on which anything fits. cost: those on which a token costs least; the
     price of a device does not matter, as all are alike. The whole cluster where nothing smaller does.
@@ -214,7 +214,7 @@ def cluster_for(
             f"--objective {objective} chooses among equal devices; {cluster.name} has several kinds: give --gpus and "
             "--device of one"
         )
-    counts = _counts(cluster)
+    counts = spread_evenly(cluster, cluster.num_devices)
     if objective is Objective.MIN_GPUS:
         deadline = time.monotonic() + SEARCHED_S
 
@@ -224,7 +224,8 @@ def cluster_for(
         found = fewest(counts, would_do)
         part = cluster if found.count is None else grown(cluster, found.count)
         which = "the fewest that this job fits on" if found.shown else "the fewest found that this job fits on"
-        return part, f"{_used(cluster, part)}: {which} (--objective min-gpus)"
+        spread = "" if cluster.num_hosts == 1 else ", spread evenly over as few hosts as hold them"
+        return part, f"{_used(cluster, part)}: {which}{spread} (--objective min-gpus)"
     cost: dict[int, float] = {}
     for count in (count for count in counts if count & (count - 1) == 0 or count == cluster.num_devices):
         explorer = Explorer(profile, grown(cluster, count), training, pins.framework)
@@ -239,9 +240,3 @@ def cluster_for(
 
 def _used(cluster: ClusterSpec, part: ClusterSpec) -> str:
     return f"{part.num_devices:,} of {gpus_in_words(cluster.num_devices)}"
-
-
-def _counts(cluster: ClusterSpec) -> list[int]:
-    """Numbers of devices that fill hosts, ascending; inside a host any number."""
-    per_host, most = cluster.devices_per_host, cluster.num_devices
-    return [*range(1, min(per_host, most) + 1), *range(2 * per_host, most + 1, per_host)]

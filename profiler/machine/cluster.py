@@ -194,6 +194,7 @@ class ClusterSpec(Frozen):
     hosts: tuple[HostGroup, ...] = Field(min_length=1)
     network: Link = Field(description="of a host whose group has none of its own")
     assumption: str | None = Field(default=None, description="what was assumed because the user did not say it")
+    full_hosts: bool = Field(default=False, description="whether the user said how many devices there are in a host")
 
     @property
     def num_devices(self) -> int:
@@ -423,7 +424,8 @@ def cluster_of(device: Device, num_devices: int, devices_per_host: int | None = 
         per_host = max(size for size in range(1, per_host + 1) if num_devices % size == 0)
         count = num_devices // per_host
     hosts = HostGroup(count=count, devices_per_host=per_host, device=device, link=device.link)
-    return ClusterSpec(name=f"{num_devices} x {device.name}", hosts=(hosts,), network=device.network)
+    name, said = f"{num_devices} x {device.name}", devices_per_host is not None
+    return ClusterSpec(name=name, hosts=(hosts,), network=device.network, full_hosts=said)
 
 
 def made_by_flags(cluster: ClusterSpec) -> bool:
@@ -466,7 +468,8 @@ def load_cluster(path: Path) -> ClusterSpec:
     hosts = [_host_group(entry, f"{path} [[hosts]] {number} of {len(data['hosts'])}") for number, entry in each]
     usual = min((group.device.network for group in hosts), key=lambda link: link.bandwidth)
     network = _network(data["network"], path) if "network" in data else usual
-    cluster = ClusterSpec(name=str(data.get("name", path.stem)), hosts=tuple(hosts), network=network)
+    name = str(data.get("name", path.stem))
+    cluster = ClusterSpec(name=name, hosts=tuple(hosts), network=network, full_hosts=True)
     _check_number(str(path), cluster.num_devices)
     return cluster
 
