@@ -165,6 +165,7 @@ def frugal_shapes(explorer: Explorer, pins: Pins) -> Iterator[Shape]:
 def _frugal(explorer: Explorer, pins: Pins) -> Iterator[tuple[Family, Shape]]:
     """These shapes, each with its family."""
     space = Space(explorer.profile, explorer.cluster, explorer.training, pins, anywhere=True)
+    may_be_whole = pins.allows("schedule", "1f1b") and pins.allows("virtual_stages", 1)
     splits: dict[tuple[int, int, int], Split] = {}
     for split in space.splits():
         key = split.tensor, split.context, split.pipeline
@@ -173,7 +174,7 @@ def _frugal(explorer: Explorer, pins: Pins) -> Iterator[tuple[Family, Shape]]:
         frugal: dict[int, Family] = {}
         at_once: dict[int, Family] = {}
         for family in space.families_of(split):
-            if pins.schedule is None and is_chunked(family.schedule):
+            if may_be_whole and is_chunked(family.schedule):
                 continue  # 1F1B holds no more
             best = frugal.setdefault(family.virtual_stages, family)
             frugal[family.virtual_stages] = min(best, family, key=lambda f: (f.micro_batch, f.schedule == "gpipe"))
