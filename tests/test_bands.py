@@ -153,7 +153,7 @@ def test_memory_of_the_fullest_gpu_is_shown_with_its_band() -> None:
         )
         for gib in (40, 20)
     ]
-    print_memory(console, stages, 0.05, Band(0.95, 1.1, 20))
+    print_memory(console, transformer(), stages, Band(0.95, 1.1, 20))
 
     assert "fullest GPU 40.0 (38.0 to 44.0" in console.export_text()
 

@@ -16,7 +16,7 @@ from meshwright.executor.reporting.sweep_report import sweep_rows
 from meshwright.planner.answers.blame import blamed, is_legal
 from meshwright.planner.answers.check import check
 from meshwright.planner.answers.decision_path import Step, walk
-from meshwright.planner.answers.explain import CAUSES, causes_apart, compared, reason
+from meshwright.planner.answers.explain import CAUSES, causes_apart, compared, does_not_fit, reason
 from meshwright.planner.answers.fitting import closest_plan, grown
 from meshwright.planner.answers.guidance import (
     FEWER_SPLITS,
@@ -430,14 +430,18 @@ def test_data_ranks_that_nothing_is_said_of_are_replicas_and_shards_of_them_are_
     assert "replicas" not in said.sentence
 
 
-def test_the_stage_that_is_over_memory_is_named_with_what_it_holds() -> None:
+@pytest.mark.parametrize(("setup", "where"), [("pp=2", "stage 0"), ("pp=2 v=2", "pipeline rank 0")])
+def test_the_stage_that_is_over_memory_is_named_with_what_it_holds(setup: str, where: str) -> None:
     model, on = chain(parameters=100_000_000, layers=8), cluster(1, 8, device(memory=3e9))
     result = search(model, on, job())
 
-    found = answer("pp=2", model, on, result.plan, result.estimate)
+    found = answer(setup, model, on, result.plan, result.estimate)
+    alone = closest_plan(Explorer(model, on, job()), read_pins(setup.split()))
 
-    assert "stage 0 (of 0 to 1) is over by" in found.sentence
+    assert f"{where} (of 0 to 1) is over by" in found.sentence
     assert "optimizer" in found.sentence
+    assert alone is not None
+    assert does_not_fit(alone.plan, alone.estimate).detail.startswith(f"{where} needs ")
 
 
 def test_the_leanest_zero_bubble_plan_recomputes_nothing_as_it_must() -> None:

@@ -385,7 +385,7 @@ def test_the_terminal_names_device_and_budget_of_every_stage() -> None:
     plan = two_stages(on, (1, 0))
     console = Console(file=io.StringIO(), width=140)
 
-    print_memory(console, estimate(plan, BLOCKS).memory, 0.05)
+    print_memory(console, plan, estimate(plan, BLOCKS).memory)
     print_placement(console, plan)
 
     said = console.file.getvalue()  # type: ignore[attr-defined]

@@ -53,7 +53,7 @@ def test_what_is_over_its_budget_says_by_how_much() -> None:
 
     (violated,) = violations(plan, small_profile())
 
-    assert violated == does_not_fit(found)
+    assert violated == does_not_fit(plan, found)
     assert (violated.kind, violated.stage) == (VerdictKind.DOES_NOT_FIT, 0)
     assert violated.over_bytes == found.memory[0].device_bytes - found.memory[0].budget_bytes
     assert check(plan, small_profile()) == [f"does not fit: {violated.detail}"]

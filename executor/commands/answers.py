@@ -125,7 +125,7 @@ def print_estimate(console: Console, plan: Plan, estimate: "Estimate", replicas:
     terminal.print_no_band(console, plan)
     terminal.print_breakdown(console, estimate)
     terminal.print_why(console, reason(plan, estimate, replicas))
-    terminal.print_memory(console, estimate.memory, plan.training.memory_margin, memory_band(plan))
+    terminal.print_memory(console, plan, estimate.memory, memory_band(plan))
 
 
 def print_prediction(console: Console, plan: Plan) -> None:

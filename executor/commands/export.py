@@ -223,7 +223,7 @@ def _candidates(name: str, found: "Imported", result: "SearchResult | str") -> "
     from ...planner.answers.verdict import FITS, THE_PLAN
 
     if not found.estimate.fits:
-        verdict = does_not_fit(found.estimate)
+        verdict = does_not_fit(found.plan, found.estimate)
     elif isinstance(result, str):
         verdict = FITS
     else:
@@ -284,7 +284,7 @@ def _print(
     console.print(terminal.hanging("planned", Text(planned), "default"))
     reference = None if isinstance(result, str) else result.estimate.step_time_s
     terminal.print_comparison(console, candidates, reference)
-    terminal.print_memory(console, found.estimate.memory, found.plan.training.memory_margin)
+    terminal.print_memory(console, found.plan, found.estimate.memory)
     terminal.print_losses(console, candidates, found.plan.cluster.price_per_hour)
     written = [] if output is None else [f"{output}: your set-up as a plan"]
     terminal.print_next(console, written, [])

@@ -220,7 +220,7 @@ def _memory(plan: Plan, most: int) -> Table:
     for _ in range(3):
         grid.add_column(no_wrap=True)
     single, kinds = plan.degrees.pipeline == 1, len(plan.cluster.kinds) > 1
-    noun = "stage" if plan.degrees.virtual_stages == 1 else "rank"
+    noun = plan.degrees.rank_noun
     for i, group in enumerate(stage_groups(plan, most)):
         name = "every GPU" if single else f"{noun} {group.first}"
         name = name if group.first == group.last else f"{noun}s {group.first}-{group.last}"

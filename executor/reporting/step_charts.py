@@ -35,9 +35,8 @@ def memory_bars(facts: Facts) -> tuple[str, str]:
             marks += [line(x, 14, x, height, class_="grid"), text(x, height + 14, f"{value:g}", class_="tick mid")]
     for i, (first, last, stage) in enumerate(rows):
         y, x = 16 + i * step, left
-        word = "every GPU" if len(memory) == 1 else f"rank {first}" if first == last else f"ranks {first}–{last}"
-        if len(memory) > 1 and plan.degrees.virtual_stages == 1:
-            word = word.replace("rank", "stage")
+        noun = plan.degrees.rank_noun
+        word = "every GPU" if len(memory) == 1 else f"{noun} {first}" if first == last else f"{noun}s {first}–{last}"
         marks.append(text(left - 10, y + 17, word, class_="label end"))
         for name in names:
             size = stage.items[name] * scale
@@ -100,14 +99,12 @@ def timeline(facts: Facts) -> tuple[str, str]:
             shown = "0" if value == 0 else format_seconds(value)
             marks += [line(x, top, x, height, class_="grid"), text(x, height + 14, shown, class_="tick mid")]
     every = 1 if row >= 13 else -(-ranks // 16)
-    word = "stage" if plan.degrees.virtual_stages == 1 else "rank"
     for rank in range(ranks):
         y = top + rank * row
         marks.append(rect(left, y, played.seconds * scale, bar, class_="idle"))
         if rank % every == 0:
-            marks.append(
-                text(left - 8, y + bar / 2 + 4, f"{word} {rank}" if ranks > 1 else "each GPU", class_="tick end")
-            )
+            word = f"{plan.degrees.rank_noun} {rank}" if ranks > 1 else "each GPU"
+            marks.append(text(left - 8, y + bar / 2 + 4, word, class_="tick end"))
     for event in played.events:
         kind = event.action.kind
         x, width = left + event.start_s * scale, (event.end_s - event.start_s) * scale

@@ -223,13 +223,13 @@ def print_breakdown(console: Console, estimate: "Estimate") -> None:
         console.print(hanging("  of which", Text(" · ".join(parts)), "default"))
 
 
-def print_memory(console: Console, stages: Sequence["StageMemory"], margin: float, band: Band | None = None) -> None:
-    """Peak memory of one GPU of each stage against the budget, itemised, and the band of the fullest."""
+def print_memory(console: Console, plan: Plan, stages: Sequence["StageMemory"], band: Band | None = None) -> None:
+    """Peak memory of one GPU of each pipeline rank against the budget, itemised, and the band of the fullest."""
     budgets = list(dict.fromkeys(_gib(stage.budget_bytes) for stage in stages))
     unequal = len(budgets) > 1 and console.width >= _WIDE
     named = stages[0].device != "" and console.width >= _WIDE
     table = make_table()
-    table.add_column("stage", no_wrap=True)
+    table.add_column(plan.degrees.rank_noun, no_wrap=True)
     if named:
         table.add_column("device", no_wrap=True)
     for heading in (*_HEADINGS, "other", "total", *(["budget"] if unequal else []), "free"):
@@ -246,7 +246,7 @@ def print_memory(console: Console, stages: Sequence["StageMemory"], margin: floa
             *([_gib(stage.budget_bytes)] if unequal else []),
             Text(_gib(free), style="green" if free >= 0 else "bold red"),
         )
-    budget = f"budget {' or '.join(budgets)}: {margin:.0%} of the device is left free"
+    budget = f"budget {' or '.join(budgets)}: {plan.training.memory_margin:.0%} of the device is left free"
     print_titled(console, f"Memory per GPU, GiB ({budget})", table)
     console.print(
         Text("  other: allocator reserve, CUDA context, communication buffers", style="dim"),
@@ -434,7 +434,7 @@ def print_essentials(console: Console, facts: "Facts") -> None:
     print_speed(console, found.step_time_s, found.tokens_per_s, found.mfu, rate, "", time_band(plan))
     print_no_band(console, plan)
     print_breakdown(console, found)
-    print_memory(console, found.memory, plan.training.memory_margin, memory_band(plan))
+    print_memory(console, plan, found.memory, memory_band(plan))
     print_alternatives(console, plan, found, facts.alternatives)
     table = make_table()
     table.add_column("20% lower or higher")

@@ -52,7 +52,7 @@ def violations(plan: Plan, profile: ModelProfile | None = None, *, to_run: bool 
     if not found:
         priced = estimate(plan, profile)
         if not priced.fits:
-            found.append(does_not_fit(priced))
+            found.append(does_not_fit(plan, priced))
     return found
 
 

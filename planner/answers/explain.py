@@ -32,15 +32,23 @@ CAUSES = {
 """Breakdown item -> how people call it."""
 
 
-def does_not_fit(found: Estimate) -> Verdict:
+def does_not_fit(plan: Plan, found: Estimate) -> Verdict:
     """The verdict on what is over its budget: on which stage, by how much, and its largest item."""
     stage, memory = max(enumerate(found.memory), key=lambda pair: pair[1].over_bytes)
     name, size = max(memory.items.items(), key=lambda item: item[1])
-    where = f"stage {stage}" if len(found.memory) > 1 else "every GPU"
+    where = rank_in_words(plan, stage)
     where += f" ({memory.device})" if memory.device and len(found.memory) > 1 else ""
     needs = f"needs {format_bytes(memory.device_bytes)} and may use {format_bytes(memory.budget_bytes)}"
     detail = f"{where} {needs} ({name} alone {format_bytes(size)})"
     return Verdict(VerdictKind.DOES_NOT_FIT, detail, stage=stage, over_bytes=memory.over_bytes)
+
+
+def rank_in_words(plan: Plan, rank: int) -> str:
+    """A pipeline rank as in sentences: "stage 3", "pipeline rank 3" where each holds several, "every GPU" of one."""
+    if plan.degrees.pipeline == 1:
+        return "every GPU"
+    noun = plan.degrees.rank_noun
+    return f"{'pipeline ' if noun == 'rank' else ''}{noun} {rank}"
 
 
 def causes_apart(other: Estimate, best: Estimate) -> dict[str, float]:

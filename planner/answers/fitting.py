@@ -19,6 +19,7 @@ from ..solve.explore import Explorer
 from ..solve.nodes import Solved
 from ..solve.scan import scan, simulated_s
 from ..solve.space import Family, Space, Split
+from .explain import rank_in_words
 
 SEARCHED_S = 4.0
 """Seconds for the smallest number of GPUs, and for other ways out: each is looked for in the whole space."""
@@ -73,8 +74,7 @@ class Closest:
     def where(self) -> str:
         """That stage, in words that say from where stages are counted."""
         last = len(self.estimate.memory) - 1
-        word = "stage" if self.plan.degrees.virtual_stages == 1 else "pipeline rank"
-        return f"{word} {self.stage} (of 0 to {last})" if last else "every GPU"
+        return rank_in_words(self.plan, self.stage) + (f" (of 0 to {last})" if last else "")
 
     @property
     def more_memory(self) -> float:

@@ -80,7 +80,7 @@ def closest_verdict(explorer: Explorer, pins: Pins, rejected: dict[str, int]) ->
         rules = {rule: count for rule, count in (rejected or _rejected(explorer, pins)).items() if count}
         degrees = f"no layout of {gpus_in_words(explorer.cluster.num_devices)} has these degrees"
         return not_legal(max(rules, key=lambda rule: rules[rule], default=degrees))
-    return does_not_fit(closest.estimate) if closest.over_bytes > 0 else LATE
+    return does_not_fit(closest.plan, closest.estimate) if closest.over_bytes > 0 else LATE
 
 
 def _rejected(explorer: Explorer, pins: Pins) -> dict[str, int]:

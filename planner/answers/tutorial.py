@@ -64,7 +64,7 @@ def _priced(plan: Plan, found: Estimate, profile: ModelProfile, schedule: Schedu
     else:
         name = f"{held[0]} on GPU 0, {_named(names[bounds[1] : bounds[3]])} on GPU 1, {held[3]} back on GPU 0"
     if not priced.fits:
-        return Lesson(name, f"{name}: {does_not_fit(priced)}", other, priced)
+        return Lesson(name, f"{name}: {does_not_fit(other, priced)}", other, priced)
     return Lesson(name, priced_answer(name, other, priced, plan, found, _LEFT_OUT).sentence, other, priced)
 
 

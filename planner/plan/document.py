@@ -109,6 +109,11 @@ class Degrees(Frozen):
         """Ranks that parameters are sharded over: those of data_shard, each with the context ranks of its samples."""
         return self.data_shard * self.context
 
+    @property
+    def rank_noun(self) -> str:
+        """How people call a pipeline rank: by its stage, where it holds one."""
+        return "stage" if self.virtual_stages == 1 else "rank"
+
     def of(self, axis: Axis) -> int:
         """Degree of a mesh axis."""
         degree: int = getattr(self, axis)
