@@ -177,6 +177,7 @@ def test_the_pin_that_stands_in_the_way_is_the_first_way_out(pins: Pins, way_out
         search(model, on, training, pins=replace(pins, pipeline=1, tensor=1))
 
     assert caught.value.changes[0].startswith(way_out)
+    assert "GPUs of this kind with other degrees" not in str(caught.value)  # those here would do
 
 
 def units(*sizes: int) -> ModelProfile:
@@ -342,5 +343,6 @@ def test_more_gpus_that_do_only_with_other_degrees_are_told_so(pins: Pins, other
     (change,) = [change for change in refused(on, job(), pins, model).changes if "--gpus" in change]
 
     assert ("with other degrees than are pinned" in change) == other
+    assert ("without the --pin of degrees" in change) == other
     more = cluster_of(load_device("h100-80gb"), int(change.partition(" ")[0]))
     assert fits(Explorer(model, more, job()), pins, math.inf) is not other

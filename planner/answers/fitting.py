@@ -319,25 +319,31 @@ def with_any_degrees(pins: Pins) -> Pins:
 
 
 def smallest_cluster(explorer: Explorer, pins: Pins, deadline: float) -> Fewest:
-    """The smallest number of GPUs of this kind that would do, spread evenly, over full hosts where the user said how
-    many GPUs these have, by a search of the whole space for each until the deadline; none if not even 64 times as many
-    do."""
+    """The smallest number of GPUs of this kind that would do with these pins, spread evenly, over full hosts where the
+    user said how many GPUs these have, by a search of the whole space for each until the deadline; none if not even 64
+    times as many do."""
     cluster = explorer.cluster
     per_host, here = _full_host(cluster), cluster.num_devices
-    free = with_any_degrees(pins)
 
     def with_gpus(count: int) -> Explorer:
         return Explorer(explorer.profile, grown(cluster, count), explorer.training, explorer.framework)
 
     def would_do(count: int) -> bool | None:
-        return fits(with_gpus(count), free, deadline)
+        return fits(with_gpus(count), pins, deadline)
 
     most = MOST_GPUS * max(1, here // per_host) * per_host
-    counts = [count for count in spread_evenly(cluster, most) if count > here]
-    if cluster.full_hosts:
-        counts = [count for count in counts if count % per_host == 0]
-    needed = counts[0] * filled_by_state(with_gpus(counts[0]), free)  # of this kind, whatever else is in the cluster
+    whole = math.lcm(_pinned_ways(pins), per_host if cluster.full_hosts else 1)
+    counts = [count for count in spread_evenly(cluster, most) if count > here and count % whole == 0]
+    if not counts:
+        return Fewest(None, False)
+    needed = counts[0] * filled_by_state(with_gpus(counts[0]), pins)  # of this kind, whatever else is in the cluster
     return fewest([count for count in counts if count > needed] or counts[-1:], would_do)
+
+
+def _pinned_ways(pins: Pins) -> int:
+    """What the number of GPUs is a multiple of: the product of the degrees that are pinned."""
+    degrees = pins.data_replicate, pins.data_shard, pins.tensor, pins.context, pins.pipeline
+    return math.prod(degree or 1 for degree in degrees)
 
 
 def spread_evenly(cluster: ClusterSpec, most: int) -> list[int]:

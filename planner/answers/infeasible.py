@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ...profiler.machine.cluster import cluster_of, device_names, load_device, made_by_flags
+from ...profiler.machine.cluster import ClusterSpec, cluster_of, device_names, load_device, made_by_flags
 from ...profiler.machine.units import format_bytes, format_seconds, gpus_in_words
 from ...profiler.model.frozen import in_bf16
 from ...profiler.model.source import LORA
@@ -31,7 +31,6 @@ from .fitting import (
     even_stages,
     fits,
     frugal_shapes,
-    grown,
     leanest_fits,
     smallest_cluster,
     solved,
@@ -141,8 +140,14 @@ def explain_infeasible(explorer: Explorer, pins: Pins, searched: Outcome | None)
             what = f"no layout of {cluster.name} was found on which {name} fits, but not all are shown not to fit"
     memory = closest.estimate.memory[closest.stage]
     items = sorted(memory.items.items(), key=lambda item: -item[1])[:3]
-    smallest = smallest_cluster(explorer, pins, time.monotonic() + SEARCHED_S)
-    changes = tuple(_changes(explorer, pins, smallest, closest))
+    deadline = time.monotonic() + SEARCHED_S
+    free = with_any_degrees(pins)
+    smallest, here = smallest_cluster(explorer, pins, deadline), free != pins and bool(fits(explorer, free, deadline))
+    as_pinned = smallest.count is not None or free == pins
+    if not as_pinned and not here:
+        smallest = smallest_cluster(explorer, free, deadline)
+    more = _more_gpus(explorer.cluster, smallest, as_pinned)
+    changes = tuple(_changes(explorer, pins, here, more, closest))
     message = (
         f"{what}. The closest{said}, "
         f"{closest.plan.label} with micro-batch {closest.plan.micro_batch} and {_recomputed(closest.plan)} "
@@ -170,8 +175,20 @@ def _recomputed(plan: Plan) -> str:
     return "everything" if any(layer.recompute != "none" for layer in plan.layers) else "nothing"
 
 
-def _changes(explorer: Explorer, pins: Pins, smallest: Fewest, closest: Closest) -> Iterator[str]:
-    """Ways out that were tried, cheapest first."""
+def _more_gpus(cluster: ClusterSpec, smallest: Fewest, as_pinned: bool) -> str:
+    """The smallest number of GPUs that would do, with the flags that ask for it; empty where none was found."""
+    if smallest.count is None:
+        return ""
+    kind = "GPUs of this kind" if len(cluster.kinds) == 1 else f"GPUs, all of them {cluster.device.name}"
+    other = "" if as_pinned else " with other degrees than are pinned"
+    perhaps = "" if smallest.shown else ", perhaps fewer"
+    flags = f"--gpus {smallest.count}" if made_by_flags(cluster) else ""
+    flags += "" if as_pinned or not flags else ", without the --pin of degrees"
+    return f"{smallest.count} {kind}{other}{perhaps}" + (f" ({flags})" if flags else "")
+
+
+def _changes(explorer: Explorer, pins: Pins, other_degrees: bool, more: str, closest: Closest) -> Iterator[str]:
+    """Ways out that were tried, cheapest first. other_degrees: whether those would do. more: GPUs that would."""
     deadline = time.monotonic() + SEARCHED_S
     if pins.recompute == "none" and fits(explorer, replace(pins, recompute=None), deadline):
         yield "allow recompute (leave out --pin recompute=none)"
@@ -179,8 +196,7 @@ def _changes(explorer: Explorer, pins: Pins, smallest: Fewest, closest: Closest)
         yield f"recompute whole layers (--pin recompute=full in place of {pins.recompute})"
     if pins.micro_batch not in (None, 1) and fits(explorer, replace(pins, micro_batch=None), deadline):
         yield "a smaller micro-batch (leave out --pin micro_batch)"
-    degrees = replace(pins, data_replicate=None, data_shard=None, tensor=None, pipeline=None)
-    if degrees != pins and fits(explorer, degrees, deadline):
+    if other_degrees:
         yield "other degrees (leave out the --pin of degrees)"
     margin = _margin(closest, explorer.training.memory_margin)
     if margin is not None:
@@ -191,14 +207,8 @@ def _changes(explorer: Explorer, pins: Pins, smallest: Fewest, closest: Closest)
         if fits(halved, pins):
             yield f"a base in 16 bits (--lora {adapters},base=bf16)"
     cluster, by_flags = explorer.cluster, made_by_flags(explorer.cluster)
-    if smallest.count is not None:
-        kind = "GPUs of this kind" if len(cluster.kinds) == 1 else f"GPUs, all of them {cluster.device.name}"
-        perhaps = "" if smallest.shown else ", perhaps fewer"
-        free = with_any_degrees(pins)
-        larger_one = Explorer(explorer.profile, grown(cluster, smallest.count), explorer.training, explorer.framework)
-        as_pinned = free == pins or fits(larger_one, pins)
-        other = "" if as_pinned else " with other degrees than are pinned"
-        yield f"{smallest.count} {kind}{other}{perhaps}" + (f" (--gpus {smallest.count})" if by_flags else "")
+    if more:
+        yield more
     memory = closest.needed * cluster.device.memory
     larger = sorted((d for d in map(load_device, device_names()) if d.memory > memory), key=lambda d: d.memory)
     for device in larger:
