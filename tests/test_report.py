@@ -38,7 +38,7 @@ from meshwright.planner.plan.document import AXES, Alternative, Axis, Certificat
 from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.setups import parse_setup, setup_words
 from meshwright.planner.plan.shape import Shape
-from meshwright.profiler.machine.units import GIB
+from meshwright.profiler.machine.units import GIB, format_seconds
 from support.cli import run_plan, save_profile, small_profile, some_plan
 from support.exported import MIXTURE, planned
 from support.interpreter import modules_after
@@ -284,6 +284,20 @@ def test_one_host_has_no_network_to_hang_on() -> None:
     assert "network" not in {
         shift.name for shift in sensitivity(plan, estimate(plan, small_profile()), small_profile())
     }
+
+
+def test_numbers_of_unequal_hosts_are_told_from_the_least_to_the_most() -> None:
+    plan = some_plan(shard=16)
+    (group,) = plan.cluster.hosts
+    slow = group.device.model_copy(update={"bandwidth": group.device.bandwidth / 2})
+    halves = (group.model_copy(update={"count": 1}), group.model_copy(update={"count": 1, "device": slow}))
+    on = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"hosts": halves})})
+
+    values = {shift.name: shift.value for shift in sensitivity(on, estimate(on, small_profile()), small_profile())}
+
+    fast, near, far = group.device.bandwidth / 1e9, group.link.latency, plan.cluster.network.latency
+    assert values["device memory"] == f"{fast / 2:,.0f} GB/s to {fast:,.0f} GB/s"
+    assert values["latency of links"] == f"{format_seconds(near)} to {format_seconds(far)}"
 
 
 def test_scaling_changes_the_one_number_everywhere() -> None:

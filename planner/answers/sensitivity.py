@@ -1,6 +1,6 @@
 """How the step time hangs on each number of the cluster, the plan unchanged: what is robust, and what overtakes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...profiler.machine.cluster import ClusterSpec, Device, HostGroup, Link
@@ -45,22 +45,11 @@ def sensitivity(
 ) -> tuple[Shift, ...]:
     """Step time of the plan with each number of its cluster 20% lower and higher, largest effect first; and which of
     the other layouts would then be faster by more than 1%."""
-    cluster, precision = plan.cluster, plan.training.precision
-    device = cluster.device
-    rates = {
-        "compute": format_flops_per_s(device.flops[precision]),
-        "device memory": f"{device.bandwidth / 1e9:,.0f} GB/s",
-        "links in a host": f"{cluster.link.bandwidth / 1e9:,.3g} GB/s",
-        "network": f"{cluster.between_hosts.bandwidth / 1e9:,.3g} GB/s per host",
-        _LATENCY: format_seconds(cluster.between_hosts.latency),
-    }
+    cluster = plan.cluster
+    rates = _numbers(cluster, plan.training.precision)
     rivals = [c for c in others if c.plan is not None and c.seconds < 1.25 * found.step_time_s]
     shifts = []
     for name, value in rates.items():
-        if (name == "network" and cluster.num_hosts == 1) or (
-            name == "links in a host" and cluster.devices_per_host == 1
-        ):
-            continue
         seconds: list[float] = []
         overtaken: Overtaking | None = None
         for factor in (0.8, 1.2):
@@ -75,6 +64,26 @@ def sensitivity(
                     overtaken = Overtaking(rival.label, factor)
         shifts.append(Shift(name, value, seconds[0], seconds[1], overtaken))
     return tuple(sorted(shifts, key=lambda shift: -abs(shift.lower_s - shift.higher_s)))
+
+
+def _numbers(cluster: ClusterSpec, precision: str) -> dict[str, str]:
+    """Name -> value, with its unit, of each number of a cluster; from the least to the most where hosts differ."""
+
+    def values(words: Callable[[float], str], each: Sequence[float]) -> str:
+        return " to ".join(dict.fromkeys(words(value) for value in (min(each), max(each)))) if each else ""
+
+    devices = [group.device for group in cluster.hosts]
+    flops = [device.flops[precision] for device in devices]
+    links = [group.link for group in cluster.hosts if group.devices_per_host > 1]
+    networks = [group.network or cluster.network for group in cluster.hosts] if cluster.num_hosts > 1 else []
+    found = {
+        "compute": values(format_flops_per_s, flops),
+        "device memory": values(lambda rate: f"{rate / 1e9:,.0f} GB/s", [device.bandwidth for device in devices]),
+        "links in a host": values(lambda rate: f"{rate / 1e9:,.3g} GB/s", [link.bandwidth for link in links]),
+        "network": values(lambda rate: f"{rate / 1e9:,.3g} GB/s per host", [link.bandwidth for link in networks]),
+        _LATENCY: values(format_seconds, [link.latency for link in (*links, *networks)]),
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def repriced(plan: Plan, cluster: ClusterSpec, profile: ModelProfile) -> float:
