@@ -154,6 +154,21 @@ def test_a_set_up_of_the_plan_s_own_kind_is_what_else_fits() -> None:
     assert against(plan.micro_batch) == "nothing else was priced"
 
 
+def test_the_next_best_is_none_behind_another_of_the_plan_s_kind() -> None:
+    plan = some_plan(shard=2)
+    found = estimate(plan, small_profile())
+
+    def beside(other: Plan, slower: float) -> Candidate:
+        took = found.model_copy(update={"step_time_s": slower * found.step_time_s})
+        return Candidate(other.label, other, took, Verdict(VerdictKind.SLOWER), took.step_time_s)
+
+    kinds = [beside(other, 1.1) for other in (some_plan(tensor=2), some_plan(pipeline=2), some_plan(replicate=2))]
+    own = beside(some_plan(shard=4), 1.05)
+
+    assert "10.0% faster than the next best" in against_others(plan, found.step_time_s, kinds).phrase
+    assert "10.0% faster than the best of other kinds" in against_others(plan, found.step_time_s, [*kinds, own]).phrase
+
+
 def test_no_group_sits_on_more_hosts_than_there_are() -> None:
     device = load_device("h100-80gb")
     plan = some_plan(tensor=3, pipeline=2, per_host=3)

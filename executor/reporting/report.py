@@ -107,7 +107,9 @@ def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]
         elif same and 0 < ahead < 0.01:
             parts.append(f"the layout of {best.label}, layer by layer {ahead:.1%} faster")
         elif ahead >= 0.01:
-            parts.append(f"{_percent(ahead)} faster than the next best, {name}")
+            nearer = any(_step_time(other) < _step_time(best) for other in fitting)
+            rank = "best of other kinds" if nearer else "next best"
+            parts.append(f"{_percent(ahead)} faster than the {rank}, {name}")
         elif ahead > -0.015:
             simpler = best.plan is not None and machinery(plan) < machinery(best.plan)
             parts.append(f"as fast as {name} within 1%{', and simpler' if simpler else ''}")

@@ -152,9 +152,13 @@ def _why_on_kinds(plan: Plan, found: Estimate) -> Iterator[str]:
     held: dict[str, tuple[int, int]] = {}
     for position, kind in enumerate(kinds):
         name = cluster.kind_names[kind]
-        stages, layers = held.get(name, (0, 0))
-        held[name] = stages + 1, layers + blocks_at(plan, position)
-    parts = (f"{counted(layers, 'layer')} in {counted(n, 'stage')} on {name}" for name, (n, layers) in held.items())
+        ranks, layers = held.get(name, (0, 0))
+        held[name] = ranks + 1, layers + blocks_at(plan, position)
+    each = plan.degrees.virtual_stages
+    parts = (
+        f"{counted(layers, 'layer')} in {counted(each * ranks, 'stage')} on {name}"
+        for name, (ranks, layers) in held.items()
+    )
     yield f"each stage is on one kind of device: {', '.join(parts)}"
 
 
