@@ -169,6 +169,17 @@ def test_the_next_best_is_none_behind_another_of_the_plan_s_kind() -> None:
     assert "10.0% faster than the best of other kinds" in against_others(plan, found.step_time_s, [*kinds, own]).phrase
 
 
+def test_what_is_faster_is_told_with_why_it_is_not_the_plan() -> None:
+    plan, why = some_plan(shard=2), "not known to be what Accelerate runs"
+    found = estimate(plan, small_profile())
+    took = found.model_copy(update={"step_time_s": 0.9 * found.step_time_s})
+    other = some_plan(tensor=2)
+
+    beside = Candidate(other.label, other, took, compared(took, found, why), took.step_time_s)
+
+    assert against_others(plan, found.step_time_s, [beside]).phrase.endswith(f"which is {why}")
+
+
 def test_no_group_sits_on_more_hosts_than_there_are() -> None:
     device = load_device("h100-80gb")
     plan = some_plan(tensor=3, pipeline=2, per_host=3)

@@ -114,7 +114,7 @@ def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]
             simpler = best.plan is not None and machinery(plan) < machinery(best.plan)
             parts.append(f"as fast as {name} within 1%{', and simpler' if simpler else ''}")
         else:
-            parts.append(f"slower than {name} ({format_seconds(_step_time(best))}), which the pins leave out")
+            parts.append(f"slower than {name} ({format_seconds(_step_time(best))}), which is {best.verdict.detail}")
     elif any(c.plan is None for c in others):
         parts.append("nothing else that was priced fits")
     too_big = list(
