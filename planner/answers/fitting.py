@@ -27,8 +27,9 @@ SEARCHED_S = 4.0
 CLOSEST_S = 3.0
 """Seconds for the plan that is over by least."""
 
-EACH_S = 1.0
-"""Seconds that each number of GPUs gets at least, whatever the others took, and each other device."""
+EACH_S = (1.0, 2.0)
+"""Of these, each of them has so many: at least, when those of all are over; at most, so that one that stays open leaves
+some for the others."""
 
 MOST_GPUS = 64
 """How many times more GPUs are tried before giving up on the smallest number that would do."""
@@ -222,12 +223,13 @@ def _held(explorer: Explorer, kind: object, shape: Shape, option: LayerOption) -
 
 def fits(explorer: Explorer, pins: Pins, deadline: float = 0.0) -> bool | None:
     """Whether a plan fits: there is room for the state, and one of the leanest does, or any of the space that is found
-    until the deadline, or in `EACH_S` after those; None where that leaves it open."""
+    until the deadline, as far as `EACH_S` allows; None where that leaves it open."""
     if filled_by_state(explorer, pins) >= 1:
         return False
     if leanest_fits(explorer, pins):
         return True
-    found = explorer.explore(pins, max(deadline, time.monotonic() + EACH_S), near=0, any_will_do=True)
+    least_s, most_s = (time.monotonic() + seconds for seconds in EACH_S)
+    found = explorer.explore(pins, min(most_s, max(least_s, deadline)), near=0, any_will_do=True)
     if found.best is not None:
         return True
     return False if found.nothing_fits else None
