@@ -103,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not name or name in _OF_A_MODEL:
                 _check_model(name, words)
             _check_dashes(SUBCOMMANDS[name or "plan"], words)
+            _check_repeated(SUBCOMMANDS[name or "plan"], words)
             SUBCOMMANDS[name or "plan"](args=words, prog_name=f"{called} {name}".strip())
     except ValueError as error:
         if type(error) is not ValueError:  # a subclass is not one of our sentences: a bug, let it show
@@ -124,6 +125,25 @@ def _check_dashes(app: typer.Typer, words: Sequence[str]) -> None:
             known = {flag for option in typer.main.get_command(app).params for flag in option.opts}
             if f"-{flag}" in known:
                 raise ValueError(f"{word}: write it with two dashes, -{word}")
+
+
+def _check_repeated(app: typer.Typer, words: Sequence[str]) -> None:
+    """Raises ValueError for an option that is given two values, of which only the last would count."""
+    options = (each for each in typer.main.get_command(app).params if each.param_type_name == "option")
+    known = {flag: option for option in options for flag in option.opts}
+    values: dict[str, str] = {}
+    flags = iter(words)
+    for word in flags:
+        if word == "--":
+            return
+        flag, mark, value = word.partition("=")
+        option = known.get(flag)
+        if option is None or getattr(option, "is_flag", False) or getattr(option, "multiple", False):
+            continue
+        value = value if mark else next(flags, "")
+        before = values.setdefault(option.opts[0], value)
+        if before != value:
+            raise ValueError(f"{flag} is {before!r} and {value!r}: give it once")
 
 
 _OF_FILES = (OSError, PermissionError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)

@@ -67,9 +67,11 @@ def test_the_first_positional_word_decides(words: list[str], command: str, rest:
         (["-gpus", "8"], "-gpus: write it with two dashes, --gpus"),
         (["-gpus=8"], "-gpus=8: write it with two dashes, --gpus=8"),
         (["--gpus", "8", "-json"], "-json: write it with two dashes, --json"),
+        (["--gpus", "8", "-g", "4"], "-g is '8' and '4': give it once"),
+        (["--gpus=8", "-q", "--gpus", "4"], "--gpus is '8' and '4': give it once"),
     ],
 )
-def test_a_long_flag_with_one_dash_is_told(
+def test_flags_that_would_be_read_as_others_or_passed_over_are_told(
     saved: str, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_plan(saved, *words) == 2

@@ -781,7 +781,8 @@ def test_the_short_flags_of_plan_reach_the_plan(model: Path, tmp_path: Path) -> 
 
 
 def saved(model: Path, target: Path, *flags: str) -> Path:
-    assert run_plan(str(model), "-b", "64", *flags, "-o", str(target), "-q") == 0
+    batch = () if "-b" in flags else ("-b", "64")
+    assert run_plan(str(model), *batch, *flags, "-o", str(target), "-q") == 0
     return target
 
 
