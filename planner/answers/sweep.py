@@ -215,6 +215,7 @@ def cluster_for(
             "--device of one"
         )
     counts = spread_evenly(cluster, cluster.num_devices)
+    spread = "" if cluster.num_hosts == 1 else ", spread evenly over as few hosts as hold them"
     if objective is Objective.MIN_GPUS:
         deadline = time.monotonic() + SEARCHED_S
 
@@ -224,7 +225,6 @@ def cluster_for(
         found = fewest(counts, would_do)
         part = cluster if found.count is None else grown(cluster, found.count)
         which = "the fewest that this job fits on" if found.shown else "the fewest found that this job fits on"
-        spread = "" if cluster.num_hosts == 1 else ", spread evenly over as few hosts as hold them"
         return part, f"{_used(cluster, part)}: {which}{spread} (--objective min-gpus)"
     cost: dict[int, float] = {}
     for count in (count for count in counts if count & (count - 1) == 0 or count == cluster.num_devices):
@@ -235,7 +235,7 @@ def cluster_for(
     # Where nothing fits, the whole cluster's search says why.
     part = grown(cluster, min(cost, key=lambda count: cost[count], default=cluster.num_devices))
     why = "a token costs least there, of the powers of two up to all of them"
-    return part, f"{_used(cluster, part)}: {why} (--objective cost)"
+    return part, f"{_used(cluster, part)}: {why}{spread} (--objective cost)"
 
 
 def _used(cluster: ClusterSpec, part: ClusterSpec) -> str:
