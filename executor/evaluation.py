@@ -18,7 +18,7 @@ from ..profiler.semantics.token_marks import Held, Share, mark_of
 from .apply import AppliedModel
 from .parallel.context_attention import own_spans
 from .parallel.mesh import RankMesh
-from .parallel.micro_batches import Loss, MicroBatch, loss_of
+from .parallel.micro_batches import Loss, MicroBatch, counted, loss_of
 from .parallel.stage_module import StageModule, stages_in
 
 Metric = Callable[[Any, Any], torch.Tensor | float]
@@ -233,9 +233,10 @@ class Means:
         self._sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=mesh.device)
 
     def add(self, values: Mapping[str, torch.Tensor | float], weight: torch.Tensor | float) -> None:
-        """Count the means of a micro-batch so often."""
+        """Count the means of a micro-batch so often; where that is not at all, they may be no numbers."""
         for i, name in enumerate(self._names):
-            self._sums[i] += torch.as_tensor(values[name]).double().to(self._mesh.device) * weight
+            value = torch.as_tensor(values[name]).double().to(self._mesh.device)
+            self._sums[i] += counted(value, weight) * weight
         self._sums[-1] += weight
 
     def over_ranks(self, counts: bool) -> dict[str, float]:

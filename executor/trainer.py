@@ -60,6 +60,8 @@ from .parallel.micro_batches import (
     Loss,
     Scale,
     check_length,
+    counted,
+    guarded,
     loss_of,
     num_microbatches,
     num_samples,
@@ -824,18 +826,20 @@ class Trainer:
             with self._synchronised(is_last=i == len(parts) - 1):
                 self._random.micro_batch(i)
                 with self._autocast():
-                    loss = self._loss_of(part, loss_fn)
+                    loss = counted(self._loss_of(part, loss_fn, scale), scale)
                 self._applied.begin_backward()
                 scaled(loss, scale).backward()
             losses.append(loss.detach())
         return losses
 
-    def _loss_of(self, part: tuple[tuple[Any, ...], dict[str, Any], Any], loss_fn: Loss | None) -> torch.Tensor:
+    def _loss_of(
+        self, part: tuple[tuple[Any, ...], dict[str, Any], Any], loss_fn: Loss | None, scale: Scale
+    ) -> torch.Tensor:
         args, kwargs, batch = part
         context = self._applied.context
         with context.whole_forward() if context is not None else nullcontext():
             output = (self._replicas or self.model)(*args, **kwargs)
-            return loss_of(output) if loss_fn is None else loss_fn(output, batch)
+            return loss_of(output) if loss_fn is None else loss_fn(guarded(output, scale), batch)
 
     def _replicate(self, part: Any, loss_fn: Loss | None) -> None:
         """Wrap the model in DDP. One forward shows what reads no parameter, so that DDP does not wait for it; what it
@@ -843,7 +847,7 @@ class Trainer:
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
         self._random.micro_batch(0)
         with undone(self.model), uncounted(loss_fn), torch.random.fork_rng(devices), self._autocast():
-            read = _parameters_behind(self._loss_of(tree_map(_cloned, part), loss_fn), self.model)
+            read = _parameters_behind(self._loss_of(tree_map(_cloned, part), loss_fn, 1.0), self.model)
         unread = {n: p for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in read}
         self._replicas = data_parallel(self.model, self.mesh.group("data_replicate"), unread)
         self._gradients.leave_to_reduce(list(unread.values()))  # where a later forward reads them

@@ -43,6 +43,13 @@ def weight(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return (batch[1] != -1).sum()
 
 
+def mean_of_valid(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The loss, whose value and gradient are NaN where no target counts."""
+    targets = batch[1].flatten()
+    each = nn.functional.cross_entropy(output.flatten(0, 1), targets.clamp(min=0), reduction="none")
+    return (each * (targets != -1)).sum() / weight(batch)
+
+
 @pytest.fixture(scope="module")
 def profile() -> ModelProfile:
     return trace(load_model(Net, batch=batch_of, loss=loss))
@@ -267,7 +274,7 @@ def test_tensor_and_pipeline_ranks_take_the_same_share(make: Callable[..., Plan]
 
 
 def _step(
-    plan: Plan, batch: Any, model_fn: Any = Net, weight: Any = None
+    plan: Plan, batch: Any, model_fn: Any = Net, weight: Any = None, loss: Any = loss
 ) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
     trainer = parallelize(model_fn, plan, sgd, loss=loss, weight=weight)
     random_state = torch.get_rng_state()
@@ -282,10 +289,11 @@ def _step(
 )
 def test_weight_makes_the_mean_one_over_all_tokens(make: Callable[..., Plan], degrees: dict[str, Any]) -> None:
     x, targets = batch_of(GLOBAL_BATCH)
-    targets[5:, 1:] = -1  # the last samples have fewer valid tokens
+    targets[2:, 1:] = -1  # the later samples have fewer valid tokens
+    targets[4:] = -1  # and the last none, such that there are data ranks and micro-batches without any
     expected_loss, expected = plain((x, targets))
 
-    found_loss, found, _ = run_ranks(_step, 2, make(**degrees), (x, targets), Net, weight)[0]
+    found_loss, found, _ = run_ranks(_step, 2, make(**degrees), (x, targets), Net, weight, mean_of_valid)[0]
 
     assert found_loss == pytest.approx(expected_loss, rel=1e-6)
     assert_same(found, expected)

@@ -184,7 +184,7 @@ def _evaluated(
                 if not re.search(r"requires?[ _]grad", str(error)):
                     raise
                 return None
-            total, count = total + weight * loss, count + weight
+            total, count = total + weight * loss if weight else total, count + weight
     return total / count
 
 
@@ -307,7 +307,10 @@ def _accumulate(
         replica.zero_grad()
 
     def scaled(number: int, part: Any, weight: float) -> torch.Tensor:
-        return _loss(replicas[number], alone[number], part) * (weight / sum(weights))
+        loss = _loss(replicas[number], alone[number], part)
+        if not weight:  # its mean is no number
+            return torch.zeros_like(loss, requires_grad=True)
+        return loss * (weight / sum(weights))
 
     runs = [partial(scaled, *part, weight) for part, weight in zip(parts, weights, strict=True)]
     if together is None:

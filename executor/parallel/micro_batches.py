@@ -203,3 +203,30 @@ def loss_of(output: Any) -> torch.Tensor:
 def scaled(loss: torch.Tensor, scale: Scale) -> torch.Tensor:
     """The loss times a factor, in its own type."""
     return loss * (scale if isinstance(scale, float) else scale.to(loss.dtype))
+
+
+def counted(loss: torch.Tensor, scale: Scale) -> torch.Tensor:
+    """The loss, or 0 with a gradient of 0 if its micro-batch counts nothing: a mean over no token is no number."""
+    return loss if isinstance(scale, float) else loss.masked_fill(scale == 0, 0.0)
+
+
+def guarded(output: Any, scale: Scale) -> Any:
+    """What a model returned for a micro-batch, whose tensors get a gradient of 0 where the micro-batch counts nothing:
+    a loss that divides by its tokens divides 0 by 0, backward, too."""
+    if isinstance(scale, torch.Tensor):
+        nothing = scale == 0
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                _clear_if(nothing, tensor)
+    return output
+
+
+def _clear_if(nothing: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Clear the next gradient of a tensor if `nothing`, in place: it is as large as all logits."""
+
+    def clear(gradient: torch.Tensor) -> torch.Tensor:
+        hook.remove()  # a parameter that is returned would keep it
+        dense = gradient.is_contiguous()
+        return gradient.masked_fill_(nothing, 0.0) if dense else gradient.masked_fill(nothing, 0.0)
+
+    hook = tensor.register_hook(clear)

@@ -27,7 +27,7 @@ from ...profiler.semantics.producers import Producers
 from ...profiler.semantics.token_marks import own_shape, set_mark
 from ..torch_compat import alias, unit_of
 from .context import ContextParallel
-from .micro_batches import Loss, MicroBatch, loss_of, own_copy, scaled, shapes_in
+from .micro_batches import Loss, MicroBatch, counted, guarded, loss_of, own_copy, scaled, shapes_in
 from .partition import STALE, check_partition, crossing_into, parameters_of_stages, strip
 from .rehearsal import Like, Rehearsal, Stub
 from .tensor import crosses_sliced
@@ -159,6 +159,8 @@ class StageModule(nn.Module):
             with self._tokens(), self._autocast, unvalidated():
                 with self._producers:
                     output = self.model(*micro_batch.args, **micro_batch.kwargs)
+                if self.is_last and self._loss is not None:
+                    output = guarded(output, micro_batch.scale)
                 loss = self._loss_of(output, micro_batch.batch) if self.is_last else None
         except _CompleteError:
             return self._checked(exchange)
@@ -168,6 +170,7 @@ class StageModule(nn.Module):
         if loss is None:
             missing = next(p for p in exchange.wanted if p not in exchange.made)
             raise RuntimeError(f"stage {self.stage} ran to its end without making {_words(missing)}: {STALE}")
+        loss = counted(loss, micro_batch.scale)
         self.losses.append(loss.detach())
         return scaled(loss, micro_batch.scale)
 
