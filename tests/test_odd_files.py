@@ -227,11 +227,19 @@ def test_what_is_copied_into_a_part_of_a_tensor_between_layers_joins_them() -> N
     assert any(note.startswith("the forward writes between layers into a part of a tensor") for note in profile.notes)
 
 
-def test_layers_from_the_first_that_changes_an_object_on_are_one() -> None:
-    profile = trace(odd("object_changed"))
+@pytest.mark.parametrize(
+    ("name", "why", "of_a_copy"),
+    [
+        ("object_changed", "layers.0 changes attributes of an object of Progress that it is given", False),
+        ("list_filled", "layers.0 keeps a tensor aside that stack reads", True),
+    ],
+)
+def test_layers_from_the_first_that_changes_an_object_on_are_one(name: str, why: str, of_a_copy: bool) -> None:
+    profile = trace(odd(name))
 
     assert len(profile.layers) == 2
-    assert any("layers.0 changes attributes of an object of Progress" in note for note in profile.notes)
+    assert any(why in note for note in profile.notes)
+    assert ("of which fully_shard gives it a copy" in profile.sharding_problem) == of_a_copy
 
 
 def test_layers_that_write_into_a_tensor_and_do_not_return_it_are_one() -> None:

@@ -561,6 +561,11 @@ def _sharding_problem(fake: FakeModel, watch: ChainWatch, layers: tuple[Layer, .
         return "the forward calls torch.autograd.grad, for which fully_shard does not gather parameters again"
     if watch.inputs.swaps:
         return "the forward calls torch.func.functional_call, whose tensors fully_shard replaces by its parameters"
+    if changed := watch.inputs.changes_copies:
+        return (
+            f"{changed} that it is given, of which fully_shard gives it a copy (but not of a UserList or UserDict of "
+            "collections)"
+        )
     if early := _read_early(fake.module, watch.events, layers):
         return f"fully_shard gathers {early} when its module runs, and the forward reads it outside of that"
     if len(fake.trained_as) > 1:

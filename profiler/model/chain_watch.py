@@ -1,9 +1,9 @@
 """Watches a whole model run once: which layer module or function makes and reads which tensor."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -132,10 +132,12 @@ class Inputs:
         self._modules = {name: root.get_submodule(name) for name in names}
         self._given: list[tuple[str, torch.Tensor, int]] = []
         self._running: list[int] = []
-        self._objects: list[list[tuple[Any, dict[str, Any]]]] = []
+        self._objects: list[list[tuple[Any, list[Any]]]] = []
         self.writers: set[str] = set()
         self.changers: dict[str, str] = {}
-        """Modules that change attributes of an object that they are given -> its class."""
+        """Modules that change an object that they are given -> what of it, in words."""
+        self.changes_copies = ""
+        """The first change, in words, of what a hook that casts tensors in it puts a copy in the place of."""
         self.changed_by_several: dict[str, list[str]] = {}
         """What more than one module changes beside the activations -> those, in the order in which they ran."""
         self.transforms = False
@@ -180,20 +182,41 @@ class Inputs:
         self._running.append(len(self._given))
         leaves = tree_leaves((args, kwargs))
         self._given += [(name, x, x._version) for x in leaves if isinstance(x, torch.Tensor)]
-        self._objects.append([(x, dict(vars(x))) for x in leaves if _is_object(x)])
+        self._objects.append([(x, _held_by(x)) for x in _changeable((*args, *kwargs.values()))])
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self.transforms |= any(map(is_wrapped, tree_leaves((args, output))))
         for given, before in self._objects.pop():
-            now = vars(given)
-            if now.keys() != before.keys() or any(now[n] is not before[n] for n in now):
-                self.changers.setdefault(name, type(given).__name__)
+            now = _held_by(given)
+            if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
+                kind = type(given).__name__
+                what = f"a {kind}" if isinstance(given, _CONTAINERS) else f"attributes of an object of {kind}"
+                self.changers.setdefault(name, what)
+                if isinstance(given, _CONTAINERS) or is_dataclass(given):
+                    self.changes_copies = self.changes_copies or f"{name} changes {what}"
         if any(x._version != version for own, x, version in self._given[self._running.pop() :] if own == name):
             self.writers.add(name)
 
 
-def _is_object(leaf: Any) -> bool:
-    return hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | nn.Module | type) and not callable(leaf)
+_CONTAINERS = (list, dict, deque)
+"""What code puts into, or takes from, in place."""
+
+
+def _changeable(given: Any) -> list[Any]:
+    """Objects and containers in what a module is given, containers within containers as well."""
+    if isinstance(given, (*_CONTAINERS, tuple)):
+        parts = given.values() if isinstance(given, dict) else given
+        inside = [found for part in parts for found in _changeable(part)]
+        return inside if isinstance(given, tuple) else [given, *inside]
+    is_object = hasattr(given, "__dict__") and not isinstance(given, torch.Tensor | nn.Module | type)
+    return [given] if is_object and not callable(given) else []
+
+
+def _held_by(given: Any) -> list[Any]:
+    """What an object or container holds, each attribute or item with its name."""
+    if isinstance(given, dict):
+        return [*given.keys(), *given.values()]
+    return list(given) if isinstance(given, _CONTAINERS) else [*vars(given), *vars(given).values()]
 
 
 class ChainWatch(Mode):

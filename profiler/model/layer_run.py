@@ -411,10 +411,15 @@ class LayerRun:
     def _slice_inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Only the layer's own modules see slices: glue before them still takes shapes from the whole tensors."""
-        given: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(
-            lambda leaf: self._slices[id(leaf)][1] if id(leaf) in self._slices else leaf, (args, kwargs)
-        )
+        """Only the layer's own modules see slices: glue before them still takes shapes from the whole tensors. A list
+        or dict without any stays what it is: modules may put something into it."""
+
+        def sliced(given: Any) -> Any:
+            if not any(id(leaf) in self._slices for leaf in tree_leaves(given)):
+                return given
+            return tree_map(lambda leaf: self._slices[id(leaf)][1] if id(leaf) in self._slices else leaf, given)
+
+        given = tuple(map(sliced, args)), {name: sliced(value) for name, value in kwargs.items()}
         self._given |= {self.storages.number(leaf) for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
         return given
 

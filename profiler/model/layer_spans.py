@@ -153,8 +153,8 @@ def _join_changed_objects(watch: ChainWatch, found: LayerSpans) -> None:
         kind, name, _ = event.key
         if kind == "module" and name in changers:
             why = (
-                f"{name} changes attributes of an object of {changers[name]} that it is given, which stages without it "
-                "would not see, so all from it on is one layer"
+                f"{name} changes {changers[name]} that it is given, which stages without it would not see, so all from "
+                "it on is one layer"
             )
             found.join(i, last, why)
             return
