@@ -212,6 +212,24 @@ def tell_own_dropout(model: nn.Module, plan: Plan, rank: int) -> None:
         )
 
 
+def tell_own_generators(model: nn.Module, plan: Plan, rank: int) -> None:
+    """Say once, in the log of the first rank, that what a model draws from generators of its own is the same for the
+    samples of all data ranks."""
+    found = [
+        f"{name}.{attribute}".lstrip(".")
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, torch.Generator)
+    ]
+    if found and rank == 0 and plan.degrees.data > 1:
+        _log.warning(
+            "%s is a generator of the model's own, which begins alike on all %d data ranks: their samples get the same "
+            "noise. Draw from torch's own generator, from which ranks with other samples draw other numbers",
+            found[0],
+            plan.degrees.data,
+        )
+
+
 def check_own_device(mesh: RankMesh) -> None:
     """Raise ValueError if this rank's GPU holds less than its stage of a plan for unequal devices needs."""
     if mesh.device.type == "cuda" and mesh.plan.prediction is not None and len(mesh.plan.cluster.kinds) > 1:

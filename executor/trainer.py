@@ -49,6 +49,7 @@ from .faults import (
     raise_spoiled,
     tell_batch_norms,
     tell_own_dropout,
+    tell_own_generators,
 )
 from .parallel.checked_loss import CheckedLoss, uncounted
 from .parallel.compiled import backend_of
@@ -217,6 +218,7 @@ def parallelize(
         check_own_device(mesh)
         tell_batch_norms(in_training(whole), plan, mesh.rank)
         tell_own_dropout(whole, plan, mesh.rank)
+        tell_own_generators(whole, plan, mesh.rank)
         drawn = RandomNumbers(whole, plan, mesh, seed)
         if loss is not None:
             parts = plan.num_microbatches * plan.degrees.data

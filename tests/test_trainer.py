@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.executor import Trainer, apply, parallelize
+from meshwright.executor.faults import tell_own_generators
 from meshwright.executor.parallel.expert import HeldExperts
 from meshwright.executor.parallel.micro_batches import num_microbatches
 from meshwright.executor.parallel.tensor_layout import ParameterCut
@@ -297,6 +298,19 @@ def test_weight_makes_the_mean_one_over_all_tokens(make: Callable[..., Plan], de
 
     assert found_loss == pytest.approx(expected_loss, rel=1e-6)
     assert_same(found, expected)
+
+
+def test_noise_of_a_generator_that_data_ranks_share_is_told(
+    make: Callable[..., Plan], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Net()
+    model.blocks[1].noise = torch.Generator()  # type: ignore[assignment]
+
+    for plan in (make(stages=(2, 2)), make(shard=2)):
+        tell_own_generators(model, plan, 0)
+
+    (told,) = caplog.messages
+    assert told.startswith("blocks.1.noise is a generator of the model's own, which begins alike on all 2 data ranks")
 
 
 @pytest.mark.slow
