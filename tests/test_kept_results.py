@@ -15,8 +15,8 @@ from meshwright.planner.plan.legality import can_recompute
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.trace import trace
-from meshwright.profiler.running.fake_modes import fake_mode
-from meshwright.profiler.running.kept_results import fakes_forgotten, forget_fakes
+from meshwright.profiler.running.fake_modes import LeanFakeMode, fake_mode
+from meshwright.profiler.running.kept_results import fakes_forgotten, forget_fakes, forget_other_runs
 from support.habits import run
 
 TABLES: dict[int, tuple[torch.Tensor]] = {}
@@ -96,6 +96,17 @@ def test_what_holds_numbers_stays() -> None:
     assert TABLES.pop(3) == (numbers,)
     assert TABLES.pop(4)
     assert 5 not in TABLES
+
+
+def test_what_ran_after_all_was_forgotten_is_forgotten_before_the_next_run() -> None:
+    mode = LeanFakeMode()
+    forget_fakes()
+    with mode:
+        TABLES[6] = (torch.ones(3),)
+
+    forget_other_runs()
+
+    assert 6 not in TABLES
 
 
 def test_functions_of_files_imported_later_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

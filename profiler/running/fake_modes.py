@@ -10,12 +10,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, _BypassDispatchCache
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
+
+from .kept_results import note_run
 
 
 @cache
@@ -101,6 +103,11 @@ class LeanFakeMode(_FakeMode):
         self._attributes: dict[torch.device | None, dict[str, Any]] = {}
         self.computed: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] = _not_computed
         """What an operator returns by the numbers of its tensors, where these are known (known_numbers.py)."""
+
+    def __enter__(self) -> Self:
+        note_run()
+        super().__enter__()
+        return self
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What an operator returns, as it did before; NotImplemented where torch has to be asked."""

@@ -19,12 +19,13 @@ from ..semantics.own_code import is_own_file
 _LRU: type = type(functools.lru_cache(int))
 _TABLES = (dict, OrderedDict, defaultdict)
 _LISTS = (list, deque)
+_KEEPING = (*_TABLES, *_LISTS, _LRU, FunctionType, staticmethod, classmethod)
 
 _functions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Functions that keep results, and how often each had computed one when it was last looked at."""
 
 _has_run = False
-"""Whether anything has run on fake tensors in this process."""
+"""Whether anything has run on fake tensors since what is kept of it was forgotten."""
 
 _num_installed = 0
 """How many modules that are no user's files were imported when all functions were last looked for."""
@@ -39,44 +40,57 @@ def fakes_forgotten() -> Iterator[None]:
         forget_fakes()
 
 
+def note_run() -> None:
+    """Something runs on fake tensors, or builds a model on the meta device: its code may keep some."""
+    global _has_run
+    _has_run = True
+
+
 def forget_other_runs() -> None:
     """Before a run on fake tensors: let nothing be kept of others, whose tensors its own must not meet."""
-    global _has_run
     if _has_run:
         forget_fakes()
-    _has_run = True
+    note_run()
 
 
 def forget_fakes() -> None:
     """Let functions compute anew what they have kept of tensors that are fake, or on the meta device, and take fake
     ones out of dicts and lists of files and classes that are not installed as packages: a run on real tensors would be
     given them."""
+    global _has_run
+    _has_run = False
     files = [module for module in list(sys.modules.values()) if is_own_file(module)]
-    holders = [holder for file in files for holder in _holders(file)]
-    for function in _with_new_results(holders, len(sys.modules) - len(files)):
+    all_held = _held_by(files)
+    for function in _with_new_results(all_held, len(sys.modules) - len(files)):
         if _has_fakes(_results(function), or_meta=True):
             function.cache_clear()
             _functions[function] = 0
-    for holder in holders:
-        for held in list(vars(holder).values()):
-            if type(held) in _TABLES and _has_fakes(held.values()):
-                for key in [key for key, value in held.items() if _has_fakes([value])]:
-                    del held[key]
-            elif type(held) in _LISTS and _has_fakes(held):
-                kept = [value for value in held if not _has_fakes([value])]
-                held.clear()
-                held.extend(kept)
+    for held in all_held:
+        if type(held) in _TABLES and _has_fakes(held.values()):
+            for key in [key for key, value in held.items() if _has_fakes([value])]:
+                del held[key]
+        elif type(held) in _LISTS and _has_fakes(held):
+            kept = [value for value in held if not _has_fakes([value])]
+            held.clear()
+            held.extend(kept)
 
 
-def _with_new_results(holders: Iterable[ModuleType | type], num_installed: int) -> Iterator[Any]:
+def _held_by(files: Iterable[ModuleType]) -> list[Any]:
+    """What files and their classes hold that may keep something, each once: all files hold the same __builtins__."""
+    spaces = (vars(holder) for file in files for holder in _holders(file))
+    held = (held for space in spaces for held in list(space.values()) if type(held) in _KEEPING)
+    return list({id(each): each for each in held}.values())
+
+
+def _with_new_results(all_held: Iterable[Any], num_installed: int) -> Iterator[Any]:
     """Functions that have kept something since they were last looked at. All objects are looked through, which takes 50
-    to 100 ms, where packages were imported since; else what holds the user's."""
+    to 100 ms, where packages were imported since; else what the user's files hold."""
     global _num_installed
     if _num_installed != num_installed:
         _num_installed = num_installed
         found = [x for x in gc.get_objects() if type(x) is _LRU]
     else:
-        found = [x for holder in holders for held in list(vars(holder).values()) for x in _keeping(held)]
+        found = [x for held in all_held for x in _keeping(held)]
     for function in found:
         _functions.setdefault(function, 0)
     for function, before in list(_functions.items()):
@@ -91,8 +105,8 @@ def _keeping(held: Any, depth: int = 2) -> Iterator[Any]:
     held = getattr(held, "__func__", held) if isinstance(held, staticmethod | classmethod) else held
     if type(held) is _LRU:
         yield held
-    elif depth and isinstance(held, FunctionType):
-        for inside in gc.get_referents(*(held.__closure__ or ())):
+    elif depth and isinstance(held, FunctionType) and held.__closure__:
+        for inside in gc.get_referents(*held.__closure__):
             yield from _keeping(inside, depth - 1)
 
 
