@@ -3,9 +3,12 @@ of profiles, run torch on one thread (ranks share the cores, and one process tha
 do), draw the same examples every time, and wait as long as it takes on a machine that does other things, too."""
 
 import os
+from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from meshwright.profiler.garbage import without_garbage_collection
 
 os.environ["MESHWRIGHT_CACHE"] = "off"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,3 +21,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before any test imports torch."""
     if "gpu" not in config.option.markexpr.split():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Garbage is not looked for meanwhile: what is imported and collected stays."""
+    with without_garbage_collection():
+        return (yield)
