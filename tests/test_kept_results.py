@@ -1,6 +1,7 @@
 """What a model's code keeps for its next call, beside its modules, is never a fake tensor where real ones follow."""
 
 import functools
+import gc
 import itertools
 import random
 import sys
@@ -118,6 +119,23 @@ def test_functions_of_files_imported_later_are_found(monkeypatch: pytest.MonkeyP
     forget_fakes()
 
     assert later.cache_info().currsize == 0
+
+
+def test_functions_that_a_process_began_with_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_fakes()
+    early = functools.cache(ones)
+    monkeypatch.setattr(sys.modules[__name__], "early", early, raising=False)
+    monkeypatch.setitem(sys.modules, "imported_later", sys)
+    early(3)
+
+    gc.freeze()  # as ranks begin, copies of the process that starts them
+    try:
+        with fakes_forgotten(), fake_mode():
+            early(4)
+    finally:
+        gc.unfreeze()
+
+    assert early.cache_info().currsize == 0
 
 
 def test_functions_that_a_file_gets_later_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

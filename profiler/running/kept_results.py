@@ -83,14 +83,14 @@ def _held_by(files: Iterable[ModuleType]) -> list[Any]:
 
 
 def _with_new_results(all_held: Iterable[Any], num_installed: int) -> Iterator[Any]:
-    """Functions that have kept something since they were last looked at. All objects are looked through, which takes 50
-    to 100 ms, where packages were imported since; else what the user's files hold."""
+    """Functions that have kept something since they were last looked at, of what the user's files hold. Where packages
+    were imported since, all objects are looked through as well, which takes 50 to 100 ms; those that a process began
+    with, as a copy of another, are not among them (gc.freeze)."""
     global _num_installed
+    found = [x for held in all_held for x in _keeping(held)]
     if _num_installed != num_installed:
         _num_installed = num_installed
-        found = [x for x in gc.get_objects() if type(x) is _LRU]
-    else:
-        found = [x for held in all_held for x in _keeping(held)]
+        found += [x for x in gc.get_objects() if type(x) is _LRU]
     for function in found:
         _functions.setdefault(function, 0)
     for function, before in list(_functions.items()):
