@@ -308,6 +308,15 @@ def check_weights(weights: torch.Tensor, first: bool) -> None:
         raise ValueError(f"weight=... returned {lowest:g}: how much a micro-batch counts is at least 0")
 
 
+def check_total_weight(total: float) -> None:
+    """Raise ValueError if no micro-batch of a step counts."""
+    if not total:
+        raise ValueError(
+            "weight=... returned 0 for each micro-batch of the step, so that none counts in the mean loss: give "
+            "batches of which some part counts, or leave such steps out"
+        )
+
+
 def check_numbers(max_grad_norm: float | None, check_every: int, timeout_s: float, seed: object) -> None:
     """Raise ValueError if arguments of parallelize are none that can be."""
     if check_every < 1:

@@ -29,6 +29,7 @@ from .agreement import (
     check_optimizers,
     check_parameters,
     check_shares,
+    check_total_weight,
     check_weights,
     mark_of_count,
     mark_of_options,
@@ -804,6 +805,8 @@ class Trainer:
         total = weights.sum()
         if self.mesh.device_mesh is not None:
             dist.all_reduce(total)
+        if self.progress.steps == 0:  # later, reading it would wait for the device
+            check_total_weight(float(total))
         degrees = self.plan.degrees
         total /= degrees.tensor * degrees.pipeline * degrees.context  # each share was counted by every rank that has it
         return (weights * degrees.data / total).unbind()  # on the device, for reading them would wait for it

@@ -300,6 +300,13 @@ def test_weight_makes_the_mean_one_over_all_tokens(make: Callable[..., Plan], de
     assert_same(found, expected)
 
 
+def test_a_step_of_which_nothing_counts_is_told(make: Callable[..., Plan]) -> None:
+    trainer = parallelize(Net, make(), sgd, loss=loss, weight=lambda batch: 0.0)
+
+    with pytest.raises(ValueError, match="so that none counts in the mean loss"):
+        trainer.step(batch_of(GLOBAL_BATCH))
+
+
 def test_noise_of_a_generator_that_data_ranks_share_is_told(
     make: Callable[..., Plan], caplog: pytest.LogCaptureFixture
 ) -> None:

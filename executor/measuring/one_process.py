@@ -22,6 +22,7 @@ from ...profiler.model.coupling import as_float
 from ...profiler.model.loaded import Batch, LoadedModel, split_inputs
 from ...profiler.running.forward_state import Taken, changed, places_of, put_back, taken
 from ...profiler.semantics.draws import SameDraws, dice_apart, seed_dice
+from ..agreement import check_total_weight
 from ..parallel.dropout_calls import CallsInstead, holds_dropouts
 from ..parallel.mesh import RankMesh
 from ..parallel.micro_batches import loss_of, num_microbatches, num_samples, split_micro_batches
@@ -302,6 +303,7 @@ def _accumulate(
     parts = [(i % len(replicas), part) for i, share in enumerate(shares) for part in share]
     weight_of = alone[0].weight
     weights = [1.0 if weight_of is None else float(weight_of(part)) for _, part in parts]
+    check_total_weight(sum(weights))
     total = 0.0
     for replica in replicas:
         replica.zero_grad()
