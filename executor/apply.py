@@ -77,7 +77,9 @@ class AppliedModel:
             unit.unshard(async_op=True)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Around forwards and their backwards."""
+        """Around forwards and their backwards. What an autocast around the loop has kept of weights is of an earlier
+        step, or of an evaluation, which gave it no gradient."""
+        torch.clear_autocast_cache()
         return nullcontext() if self.casts is None else self.casts.in_place()
 
     def cut(self, name: str) -> ParameterCut | None:

@@ -1,5 +1,8 @@
 """Loops that call forward_backward() and optimizer_step() themselves train as loss.backward() and a step would."""
 
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -93,6 +96,23 @@ def under_autocast(name: str) -> list[float]:
     with torch.autocast("cpu", torch.bfloat16):
         trainer.step(next(trainer.loader(samples)))
     return [grad.norm().item() for grad in trainer.named_gradients().values()]
+
+
+def test_an_autocast_around_the_loop_keeps_no_weights_of_earlier_steps_nor_of_evaluations() -> None:
+    def trained(loop: Any, step: Any) -> list[float]:
+        trainer = parallelize(TiedNet, plan_of(tied_profile()), adamw, loss=loss)
+        losses = []
+        with loop():
+            for batch in islice(trainer.loader(samples), 2):
+                with step():
+                    trainer.evaluate([batch])
+                with step():
+                    losses.append(trainer.step(batch).loss)
+        return losses + [grad.norm().item() for grad in trainer.named_gradients().values()]
+
+    in_bf16 = partial(torch.autocast, "cpu", torch.bfloat16)
+
+    assert trained(in_bf16, nullcontext) == trained(nullcontext, in_bf16)
 
 
 @pytest.mark.slow
