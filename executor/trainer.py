@@ -72,7 +72,7 @@ from .parallel.micro_batches import (
     split_micro_batches,
 )
 from .parallel.norms import norms_of
-from .parallel.optimizers import MakeOptimizer, keep_attributes
+from .parallel.optimizers import MakeOptimizer, check_added, keep_attributes, sizes_of_groups
 from .parallel.pipeline import PipelineRunner
 from .parallel.random_numbers import RandomNumbers
 from .parallel.shared_gradients import SharedGradients
@@ -314,6 +314,7 @@ class Trainer:
         self._looks = True  # whether ranks agree, before the next step
         self._left: torch.Tensor | None = None  # what tells gradients after forward_backward
         self._marks: list[torch.Tensor] = []  # of the shares since the last optimizer step
+        self._stepped_groups = sizes_of_groups(self.optimizer)
         self._trained = {name: p.requires_grad for name, p in model.parameters.items()}
         self._dtypes = {name: p.dtype for name, p in model.parameters.items()}
         self._hooks = {name: len(gradient_hooks(p)) for name, p in model.parameters.items()}
@@ -388,6 +389,7 @@ class Trainer:
             self._started = time.perf_counter()
             # DDP's gradients are views of its buckets: without them one that is not reduced would make others.
             self.optimizer.zero_grad(set_to_none=self._replicas is None)
+            self._see_groups()
             if self._stepped is not None:
                 forget_gradients(self._applied.parameters.values(), set_to_none=self._replicas is None)
         batch = tree_map(self._to_device, batch)
@@ -431,6 +433,14 @@ class Trainer:
         if self._replicas is not None:  # DDP waits for those gradients, and averages those, that it was made for
             remove_replication(self._replicas)
             self._replicas = None
+
+    def _see_groups(self) -> None:
+        """Follow parameter groups that the optimizer has got since the last step."""
+        now = sizes_of_groups(self.optimizer)
+        if now != self._stepped_groups:
+            trained = self._applied.parameters
+            check_added(self.optimizer, trained if self._stepped is None else self._stepped.parameters, trained)
+            self._stepped_groups = now
 
     def _only_in_steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._steps_now:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, default_collate
 
@@ -295,6 +296,32 @@ def test_replicas_follow_what_is_frozen_between_steps() -> None:
 def test_what_cannot_train_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         trainer_of("one", **given).step(whole())
+
+
+def test_groups_that_an_optimizer_gets_later_are_stepped_or_refused() -> None:
+    trainer = trainer_of("one", optimizer=lambda p: [SGD(p[:1], lr=0.1), SGD(p[1:-1], lr=0.1)])
+    last = list(trainer.model.parameters())[-1]
+    before = last.detach().clone()
+
+    with pytest.raises(ValueError, match=r"say which of them .*optimizers\[0\]"):
+        trainer.optimizer.add_param_group({"params": [last]})
+    trainer.optimizer.optimizers[1].add_param_group({"params": [last]})
+    trainer.step(whole())
+    assert len(trainer.optimizer.param_groups) == 3
+    assert not torch.equal(last, before)
+
+    trainer.optimizer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.raises(ValueError, match=r"shape \[3\] was added to the optimizer that is none of the model's"):
+        trainer.step(whole())
+
+
+def test_no_group_is_added_where_the_optimizer_steps_copies() -> None:
+    plan = plan_of(tied_profile(), on_host=True)
+    trainer = parallelize(TiedNet, plan, lambda p: SGD(p[:-1], lr=0.1), loss=loss)
+    trainer.optimizer.add_param_group({"params": list(trainer.model.parameters())[-1:]})
+
+    with pytest.raises(ValueError, match=r"blocks.1.down.bias was added .* copies on the host"):
+        trainer.step(whole())
 
 
 def test_a_step_needs_gradients() -> None:

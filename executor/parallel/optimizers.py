@@ -71,13 +71,50 @@ def _wants_closure(optimizer: Optimizer) -> bool:
     return found is not None and found.default is found.empty
 
 
+def sizes_of_groups(optimizer: Optimizer) -> list[int]:
+    """How many parameters each group has."""
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def check_added(optimizer: Optimizer, given: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Parameter]) -> None:
+    """Raise ValueError if parameters were added to an optimizer (add_param_group) that no plan trains.
+
+    given: those that it was made of. trained: the model's, for which these may stand.
+    """
+    known, of_model = ({id(p) for p in own.values()} for own in (given, trained))
+    added = next((p for group in optimizer.param_groups for p in group["params"] if id(p) not in known), None)
+    if added is None:
+        return
+    if id(added) in of_model:
+        name = next(name for name, p in trained.items() if p is added)
+        raise ValueError(
+            f"{name} was added to the optimizer, which under this plan steps others in the place of the model's "
+            "parameters (whole matrices, or copies on the host): let optimizer=... make a group for it from the start, "
+            "and freeze it (requires_grad_(False)) until it is to be trained"
+        )
+    raise ValueError(
+        f"a parameter of shape {list(added.shape)} was added to the optimizer that is none of the model's, whose "
+        "gradient no plan brings together from all ranks: let it be a parameter of the model, and plan that"
+    )
+
+
 class JoinedOptimizers(Optimizer):
     """Several optimizers of different parameters as one; parameter groups are theirs, one after the other."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.optimizers = list(optimizers)
+        self.optimizers: list[Optimizer] = []
         super().__init__([{"params": group["params"]} for one in optimizers for group in one.param_groups], {})
+        self.optimizers = list(optimizers)
         self._share()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ValueError, once they are joined: it would be stepped by none of them."""
+        if self.optimizers:
+            raise ValueError(
+                f"add_param_group of {len(self.optimizers)} optimizers: say which of them is to step it, "
+                "trainer.optimizer.optimizers[0].add_param_group(...)"
+            )
+        super().add_param_group(param_group)
 
     def _share(self) -> None:
         self.param_groups = [group for one in self.optimizers for group in one.param_groups]
@@ -89,7 +126,8 @@ class JoinedOptimizers(Optimizer):
             one.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients."""
+        """Forget gradients, with those of groups that one of them has got."""
+        self._share()
         for one in self.optimizers:
             one.zero_grad(set_to_none)
 
