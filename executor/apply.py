@@ -23,6 +23,7 @@ from ..profiler.semantics.token_marks import unseen
 from .parallel.casts import Casts
 from .parallel.compiled import CompiledForward, compile_around_parts, compile_layers
 from .parallel.context import ContextParallel
+from .parallel.copies import numbers_of
 from .parallel.expert import HeldExperts, shard_experts, spread_experts
 from .parallel.float8 import linear_in_float8
 from .parallel.mesh import Mechanism, RankMesh, mechanism
@@ -339,6 +340,7 @@ def _shard(
     module.register_forward_hook(_without_views)
     module.register_forward_pre_hook(_cast_anew, prepend=True)
     shard(module, reshard_after_forward=False)
+    module.__deepcopy__ = partial(numbers_of, module)  # type: ignore[assignment]  # fully_shard's own refuses
     units.append((module, False))  # type: ignore[arg-type]
     if plan.degrees.pipeline == 1:
         _prefetch_in_backward([unit for unit, _ in units])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, default_collate
@@ -161,9 +162,13 @@ def copied(plan: str) -> None:
     average = AveragedModel(trainer.model)
     trainer.step(next(shares))
     average.update_parameters(trainer.model)
-    now, kept = trainer.model.state_dict(), average.module.state_dict()
+    now, kept = (_parts(module.state_dict()) for module in (trainer.model, average.module))
     assert {name: tensor.tolist() for name, tensor in kept.items()} == {name: t.tolist() for name, t in now.items()}
     assert not any(kept[name].data_ptr() == tensor.data_ptr() for name, tensor in now.items())
+
+
+def _parts(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in state.items()}
 
 
 def hooked_late(plan: str) -> None:
@@ -213,8 +218,12 @@ EVERY: dict[str, list[tuple[Act, str]]] = {
         (whole_weights, r"given .* but this rank holds a part .* copies of trainer.model.state_dict\(\) go back"),
         (own_weights, r"nothing"),
         (copied, r"nothing"),
+        (lambda plan: trainer_of(plan).model(whole()[0]), r"a stage of a pipeline, which cannot be called by itself"),
     ],
-    "shards": [(hooked, r"tokens.weight was given a hook .* which sharded gradients never call")],
+    "shards": [
+        (hooked, r"tokens.weight was given a hook .* which sharded gradients never call"),
+        (copied, r"nothing"),
+    ],
 }
 
 

@@ -8,7 +8,6 @@ What depends on no parameter (masks, positions, rotary tables) every stage compu
 therefore given to all stages alike.
 """
 
-import copy
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +26,7 @@ from ...profiler.semantics.producers import Producers
 from ...profiler.semantics.token_marks import own_shape, set_mark
 from ..torch_compat import alias, unit_of
 from .context import ContextParallel
+from .copies import numbers_of
 from .micro_batches import Loss, MicroBatch, counted, guarded, loss_of, own_copy, scaled, shapes_in
 from .partition import STALE, check_partition, crossing_into, parameters_of_stages, strip
 from .rehearsal import Like, Rehearsal, Stub
@@ -88,7 +88,7 @@ class StageModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Its parameters and buffers under their names, as averages of weights keep them; a copy runs nothing."""
-        return _numbers_of(self, memo)
+        return numbers_of(self, memo)
 
     def begin(self, micro_batches: Sequence[MicroBatch], device: torch.device) -> None:
         """Give the micro-batches of the next forwards, which run in this order, and are all of the same shapes."""
@@ -249,6 +249,10 @@ class Chunks(nn.Module):
         for i, stage in enumerate(stages):
             self.add_module(str(i), stage)
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises TypeError: its stages are run one by one."""
+        return self.stages[0](*args, **kwargs)
+
     @property
     def stages(self) -> list[StageModule]:
         """The stages."""
@@ -284,21 +288,6 @@ class Chunks(nn.Module):
                 if prefix + name in state_dict:
                     state_dict[f"{prefix}{i}.model.{name}"] = state_dict[prefix + name]
         unexpected += [name for name in unknown if name.removeprefix(prefix) not in self.state_dict()]
-
-
-def _numbers_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    if id(module) not in memo:
-        memo[id(module)] = found = nn.Module()
-        for name, parameter in module._parameters.items():
-            found.register_parameter(name, copy.deepcopy(parameter, memo))
-        for name, buffer in module._buffers.items():
-            is_saved = name not in module._non_persistent_buffers_set
-            found.register_buffer(name, copy.deepcopy(buffer, memo), persistent=is_saved)
-        for name, child in module._modules.items():
-            found.add_module(name, None if child is None else _numbers_of(child, memo))
-        found.train(module.training)
-    copied: nn.Module = memo[id(module)]
-    return copied
 
 
 def stages_in(module: nn.Module) -> list[StageModule]:
