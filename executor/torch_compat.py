@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import Function
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -176,6 +177,14 @@ def side_by_side(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 def solid(x: torch.Tensor) -> torch.Tensor:
     """A tensor over the memory of x that autograd does not take for a view of another."""
     return _Solid.apply(x) if x._is_view() else x
+
+
+def source_of(x: torch.Tensor) -> tuple[Node, int]:
+    """(what made a tensor that has a gradient, which of its results that is), before `solid` made it no view."""
+    node, number = get_gradient_edge(x)[:2]
+    while isinstance(node, _Solid._backward_cls):
+        node, number = cast(tuple[Node, int], node.next_functions[0])
+    return node, number
 
 
 def alias(x: torch.Tensor) -> torch.Tensor:

@@ -853,8 +853,8 @@ class Trainer:
         args, kwargs, batch = part
         context = self._applied.context
         with context.whole_forward() if context is not None else nullcontext():
-            output = (self._replicas or self.model)(*args, **kwargs)
-            return loss_of(output) if loss_fn is None else loss_fn(guarded(output, scale), batch)
+            output = guarded((self._replicas or self.model)(*args, **kwargs), scale)
+            return loss_of(output) if loss_fn is None else loss_fn(output, batch)
 
     def _replicate(self, part: Any, loss_fn: Loss | None) -> None:
         """Wrap the model in DDP. One forward shows what reads no parameter, so that DDP does not wait for it; what it

@@ -51,6 +51,14 @@ def mean_of_valid(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]
     return (each * (targets != -1)).sum() / weight(batch)
 
 
+class OwnMean(Net):
+    """Returns that loss, beside what it is computed from."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        logits = super().forward(tokens)
+        return {"loss": mean_of_valid(logits, (tokens, targets)), "logits": logits}
+
+
 @pytest.fixture(scope="module")
 def profile() -> ModelProfile:
     return trace(load_model(Net, batch=batch_of, loss=loss))
@@ -295,6 +303,17 @@ def test_weight_makes_the_mean_one_over_all_tokens(make: Callable[..., Plan], de
     expected_loss, expected = plain((x, targets))
 
     found_loss, found, _ = run_ranks(_step, 2, make(**degrees), (x, targets), Net, weight, mean_of_valid)[0]
+
+    assert found_loss == pytest.approx(expected_loss, rel=1e-6)
+    assert_same(found, expected)
+
+
+def test_a_model_that_computes_the_mean_itself_may_have_micro_batches_without_tokens(make: Callable[..., Plan]) -> None:
+    batch = batch_of(GLOBAL_BATCH)
+    batch[1][4:] = -1
+    expected_loss, expected = plain(batch)
+
+    found_loss, found, _ = run_ranks(_step, 2, make(shard=2), batch, OwnMean, weight, None)[0]
 
     assert found_loss == pytest.approx(expected_loss, rel=1e-6)
     assert_same(found, expected)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ...planner.plan.document import Plan
@@ -12,6 +13,7 @@ from ...planner.plan.schedules import num_microbatches_rule
 from ...profiler.model.batches import named_tensors
 from ...profiler.model.loaded import unfit_in
 from ...profiler.model.model_profile import BatchTensor
+from ..torch_compat import source_of
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -212,21 +214,25 @@ def counted(loss: torch.Tensor, scale: Scale) -> torch.Tensor:
 
 def guarded(output: Any, scale: Scale) -> Any:
     """What a model returned for a micro-batch, whose tensors get a gradient of 0 where the micro-batch counts nothing:
-    a loss that divides by its tokens divides 0 by 0, backward, too."""
+    a loss that divides by its tokens divides 0 by 0, backward, too. The model may have made that loss itself."""
     if isinstance(scale, torch.Tensor):
         nothing = scale == 0
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                _clear_if(nothing, tensor)
+                _clear_if(nothing, *source_of(tensor))
     return output
 
 
-def _clear_if(nothing: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Clear the next gradient of a tensor if `nothing`, in place: it is as large as all logits."""
+def _clear_if(nothing: torch.Tensor, source: Node, number: int) -> None:
+    """Clear the next gradient of a result if `nothing`, in place: it is as large as all logits."""
 
-    def clear(gradient: torch.Tensor) -> torch.Tensor:
+    def clear(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         hook.remove()  # a parameter that is returned would keep it
+        gradient = gradients[number]
+        if gradient is None:
+            return gradients
         dense = gradient.is_contiguous()
-        return gradient.masked_fill_(nothing, 0.0) if dense else gradient.masked_fill(nothing, 0.0)
+        cleared = gradient.masked_fill_(nothing, 0.0) if dense else gradient.masked_fill(nothing, 0.0)
+        return *gradients[:number], cleared, *gradients[number + 1 :]
 
-    hook = tensor.register_hook(clear)
+    hook = source.register_prehook(clear)

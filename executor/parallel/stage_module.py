@@ -159,7 +159,7 @@ class StageModule(nn.Module):
             with self._tokens(), self._autocast, unvalidated():
                 with self._producers:
                     output = self.model(*micro_batch.args, **micro_batch.kwargs)
-                if self.is_last and self._loss is not None:
+                if self.is_last:
                     output = guarded(output, micro_batch.scale)
                 loss = self._loss_of(output, micro_batch.batch) if self.is_last else None
         except _CompleteError:
