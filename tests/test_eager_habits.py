@@ -3,7 +3,7 @@
 import re
 import warnings
 import weakref
-from collections import UserDict, deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -1216,6 +1216,33 @@ def test_what_has_no_forward_is_no_layer_but_what_it_holds(build: Callable[[], n
 
 
 @pytest.mark.slow
+class _Keeps(nn.Linear):
+    """Returns what it puts into a list of the forward's own class, too."""
+
+    def forward(self, x: torch.Tensor, kept: UserList[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        kept.append(super().forward(x).tanh())
+        return kept[-1]
+
+
+class _Kept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Keeps(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept: UserList[torch.Tensor] = UserList()
+        for layer in self.layers:
+            x = layer(x, kept)
+        return sum(kept, x)
+
+
+def test_layers_that_put_what_they_return_into_the_list_of_an_object_are_one() -> None:
+    profile = trace(habit(_Kept))
+
+    assert len(profile.layers) == 1
+    assert any("layers.0 changes attributes of an object of UserList" in note for note in profile.notes)
+
+
 def test_a_model_in_the_manner_of_nano_gpt_trains_in_stages() -> None:
     assert run(habit(Parts), ranks=4, pipeline=4).ok
 

@@ -213,10 +213,19 @@ def _changeable(given: Any) -> list[Any]:
 
 
 def _held_by(given: Any) -> list[Any]:
-    """What an object or container holds, each attribute or item with its name."""
+    """What an object or container holds, each attribute or item with its name; of an object, what its containers hold,
+    too (a UserList has its items in one)."""
     if isinstance(given, dict):
         return [*given.keys(), *given.values()]
-    return list(given) if isinstance(given, _CONTAINERS) else [*vars(given), *vars(given).values()]
+    if isinstance(given, (*_CONTAINERS, tuple)):
+        return list(given)
+    held = [*vars(given), *vars(given).values()]
+    seen: set[int] = set()
+    for own in held:  # which grows meanwhile
+        if isinstance(own, (*_CONTAINERS, tuple)) and id(own) not in seen:
+            seen.add(id(own))
+            held += _held_by(own)
+    return held
 
 
 class ChainWatch(Mode):
