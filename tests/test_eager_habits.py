@@ -1236,11 +1236,41 @@ class _Kept(nn.Module):
         return sum(kept, x)
 
 
-def test_layers_that_put_what_they_return_into_the_list_of_an_object_are_one() -> None:
-    profile = trace(habit(_Kept))
+class _KeepsOnItself(nn.Linear):
+    """Returns what it keeps, too."""
 
-    assert len(profile.layers) == 1
-    assert any("layers.0 changes attributes of an object of UserList" in note for note in profile.notes)
+    kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = super().forward(x).tanh()
+        return self.kept
+
+
+class _Collecting(nn.Module):
+    def __init__(self, collects: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_KeepsOnItself(WIDTH, WIDTH) for _ in range(3))
+        self.collects = collects
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return sum((layer.kept for layer in self.layers if layer.kept is not None and self.collects), x)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        (_Kept, "layers.0 changes attributes of an object of UserList"),
+        (lambda: _Collecting(True), "layers.0 keeps aside what it returns, and it is read there"),
+        (lambda: _Collecting(False), ""),
+    ],
+)
+def test_layers_that_put_aside_what_they_return_are_one_where_it_is_read(build: Any, why: str) -> None:
+    profile = trace(habit(build))
+
+    assert len(profile.layers) == (1 if why else 3)
+    assert any(why in note for note in (*profile.notes, ""))
 
 
 def test_a_model_in_the_manner_of_nano_gpt_trains_in_stages() -> None:

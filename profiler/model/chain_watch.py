@@ -140,6 +140,8 @@ class Inputs:
         """The first change, in words, of what a hook that casts tensors in it puts a copy in the place of."""
         self.changed_by_several: dict[str, list[str]] = {}
         """What more than one module changes beside the activations -> those, in the order in which they ran."""
+        self.read_aside: list[str] = []
+        """Modules that keep aside what they return, too, where something reads it."""
         self.transforms = False
         """Whether the model differentiates or maps itself."""
         self.overwrites = False

@@ -45,6 +45,7 @@ def spans_of(units: Units, watch: ChainWatch, run: nx.DiGraph) -> LayerSpans:
     _join_leaks(watch, run, found)
     _join_written_parts(watch, found)
     _join_changed_objects(watch, found)
+    _join_read_aside(watch, found)
     _join_changed_by_several(watch, found)
     for first, last in watch.inputs.repeats:
         names = dict.fromkeys(event.key[1] for event in watch.events[first : last + 1] if event.key[0] == "module")
@@ -157,6 +158,16 @@ def _join_changed_objects(watch: ChainWatch, found: LayerSpans) -> None:
                 "it on is one layer"
             )
             found.join(i, last, why)
+            return
+
+
+def _join_read_aside(watch: ChainWatch, found: LayerSpans) -> None:
+    """Stages without a layer have what it returns, and not what it has put somewhere."""
+    for i, event in enumerate(watch.events):
+        kind, name, _ = event.key
+        if kind == "module" and name in watch.inputs.read_aside:
+            why = f"{name} keeps aside what it returns, and it is read there, so all from it on is one layer"
+            found.join(i, len(watch.events) - 1, why)
             return
 
 

@@ -26,7 +26,17 @@ from ..model.model_profile import BufferProfile, KeptAs
 from ..semantics.draws import SameChoices, dice_apart, seeded_dice
 from ..threads import one_thread
 from .fake_modes import LeanFakeMode, without_log
-from .forward_state import Changeable, TensorsRead, changed, places_of, put_back, random_draws, taken, undone
+from .forward_state import (
+    Changeable,
+    ReadAside,
+    TensorsRead,
+    changed,
+    places_of,
+    put_back,
+    random_draws,
+    taken,
+    undone,
+)
 from .gpu_kernel_emulation import as_on_gpu
 from .held_tensors import HeldTensors, held_beside, unregistered_modules, whole_because
 from .kept_results import forget_other_runs
@@ -158,6 +168,13 @@ class FakeModel:
             now = self._held()
             kept = {place for place, (t, version) in before.items() if now.get(place) is t and t._version == version}
         return {place: place not in kept for place in read.places}
+
+    def read_aside(self, names: Iterable[str], batch: Batch) -> list[str]:
+        """Those of these modules that keep aside what they return, too, where something reads it."""
+        aside = ReadAside({name: self.module.get_submodule(name) for name in names})
+        with undone(self.module), dice_apart(), aside.watched():
+            self.next_loss(batch)
+        return list(aside.names)
 
     def changed_by_several(self, names: Iterable[str], batch: Batch) -> dict[str, list[str]]:
         """What more than one of these modules change in a forward, in words, with those, in the order in which they

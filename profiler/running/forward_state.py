@@ -5,7 +5,7 @@ So that a forward can be undone, or repeated from where it started."""
 import pickle
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from ..semantics.draws import dice, put_dice_back
 from .code_state import Names, ReachedCode
@@ -176,6 +177,65 @@ class TensorsRead(Mode):
         found = [self._places[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._places]
         self.places += [place for place in found if place not in self.places]
         return self.run(func, args, kwargs or {})
+
+
+class ReadAside(Mode):
+    """Notes which modules keep aside what they return, too (or a view of it), where something reads it: whoever has
+    called them goes on with copies. Hooks on modules are given these, for they run on stand-ins, too."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._modules = modules
+        self._running = 0
+        self._fresh: set[int] = set()
+        self._made: dict[int, tuple[str, torch.Tensor]] = {}
+        self.names: dict[str, None] = {}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While the modules run."""
+        handles: list[RemovableHandle] = []
+        for name, module in self._modules.items():
+            handles.append(module.register_forward_pre_hook(self._begins))
+            handles.append(module.register_forward_hook(partial(self._ends, name), prepend=True, with_kwargs=True))
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begins(self, module: nn.Module, args: Any) -> None:
+        self._fresh = self._fresh if self._running else set()
+        self._running += 1
+
+    def _ends(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        self._running -= 1
+        if self._running:
+            return output
+        others = (*tree_leaves((args, kwargs)), *module.parameters(), *module.buffers())
+        known = {_storage(x) for x in others if isinstance(x, torch.Tensor)}
+        fresh = self._fresh - known
+        own = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and _storage(x) in fresh]
+        copies = {id(x): x.clone() for x in own}
+        self._made |= {_storage(x): (name, x) for x in own}
+        return tree_map(lambda x: copies.get(id(x), x), output)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for leaf in tree_leaves((args, kwargs)) if self._made else ():
+            if isinstance(leaf, torch.Tensor) and (made := self._made.get(_storage(leaf))) is not None:
+                self.names[made[0]] = None
+        out = self.run(func, args, kwargs or {})
+        if self._running:
+            self._fresh |= {_storage(x) for x in tree_leaves(out) if isinstance(x, torch.Tensor)}
+        return out
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def _entries(holders: list[tuple[dict[Any, Any], frozenset[str]]]) -> Changeable:
