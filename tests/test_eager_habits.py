@@ -1224,13 +1224,27 @@ class _Keeps(nn.Linear):
         return kept[-1]
 
 
-class _Kept(nn.Module):
+class _Slotted:
+    """A list whose items are in none of its attributes that `vars` tells."""
+
+    __slots__ = ("append", "items")
+
     def __init__(self) -> None:
+        self.items: list[torch.Tensor] = []
+        self.append = self.items.append
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return self.items[number]
+
+
+class _Kept(nn.Module):
+    def __init__(self, make: Callable[[], Any]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(_Keeps(WIDTH, WIDTH) for _ in range(3))
+        self.make = make
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept: UserList[torch.Tensor] = UserList()
+        kept = self.make()
         for layer in self.layers:
             x = layer(x, kept)
         return sum(kept, x)
@@ -1261,7 +1275,8 @@ class _Collecting(nn.Module):
 @pytest.mark.parametrize(
     ("build", "why"),
     [
-        (_Kept, "layers.0 changes attributes of an object of UserList"),
+        (lambda: _Kept(UserList), "layers.0 changes attributes of an object of UserList"),
+        (lambda: _Kept(_Slotted), "layers.0 keeps aside what it returns, and it is read there"),
         (lambda: _Collecting(True), "layers.0 keeps aside what it returns, and it is read there"),
         (lambda: _Collecting(False), ""),
     ],

@@ -217,10 +217,12 @@ def _observe(
             batches = fake.batch(size, seq_len), fake.batch(size, seq_len)  # here: in fake mode they had no numbers
             with fake.running():
                 again = fake.read_again(batches)
-                watch.inputs.read_aside = fake.read_aside(units.names, fake.batch(size, seq_len))
             watch.inputs.read_again = [
                 place for place, renewed in again.items() if renewed or watch.is_of_numbers(fake.left[place])
             ]
+        if fake.left or watch.inputs.gives_objects:
+            with fake.running():
+                watch.inputs.read_aside = fake.read_aside(units.names, fake.batch(size, seq_len))
         if fake.changed or Reached(fake.module).iterators:
             with fake.running():
                 watch.inputs.changed_by_several = fake.changed_by_several(units.names, fake.batch(size, seq_len))

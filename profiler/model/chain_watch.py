@@ -140,6 +140,8 @@ class Inputs:
         """The first change, in words, of what a hook that casts tensors in it puts a copy in the place of."""
         self.changed_by_several: dict[str, list[str]] = {}
         """What more than one module changes beside the activations -> those, in the order in which they ran."""
+        self.gives_objects = False
+        """Whether modules are given what may hold tensors that nobody sees there."""
         self.read_aside: list[str] = []
         """Modules that keep aside what they return, too, where something reads it."""
         self.transforms = False
@@ -183,6 +185,7 @@ class Inputs:
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._running.append(len(self._given))
         leaves = tree_leaves((args, kwargs))
+        self.gives_objects |= not all(isinstance(x, _SEEN) for x in leaves)
         self._given += [(name, x, x._version) for x in leaves if isinstance(x, torch.Tensor)]
         self._objects.append([(x, _held_by(x)) for x in _changeable((*args, *kwargs.values()))])
 
@@ -199,6 +202,9 @@ class Inputs:
         if any(x._version != version for own, x, version in self._given[self._running.pop() :] if own == name):
             self.writers.add(name)
 
+
+_SEEN = (torch.Tensor, int, float, complex, str, bytes, slice, torch.dtype, torch.device, type(None))
+"""What holds no tensor but itself."""
 
 _CONTAINERS = (list, dict, deque)
 """What code puts into, or takes from, in place."""
