@@ -1215,7 +1215,6 @@ def test_what_has_no_forward_is_no_layer_but_what_it_holds(build: Callable[[], n
     assert [name.partition(".")[2] or name for name in names] == [*layers, "head"]
 
 
-@pytest.mark.slow
 class _Keeps(nn.Linear):
     """Returns what it puts into a list of the forward's own class, too."""
 
@@ -1288,6 +1287,7 @@ def test_layers_that_put_aside_what_they_return_are_one_where_it_is_read(build: 
     assert any(why in note for note in (*profile.notes, ""))
 
 
+@pytest.mark.slow
 def test_a_model_in_the_manner_of_nano_gpt_trains_in_stages() -> None:
     assert run(habit(Parts), ranks=4, pipeline=4).ok
 
