@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from ..planner.cost.memory_cost import state_bytes
 from ..planner.cost.software import load_software
@@ -18,6 +19,7 @@ from ..planner.plan.making import shape_of
 from ..profiler.machine.units import GIB
 from .parallel.dropout_calls import drops_by_itself
 from .parallel.mesh import RankMesh
+from .torch_compat import has_step_pre_hooks
 
 _log = logging.getLogger("meshwright")
 
@@ -227,6 +229,20 @@ def tell_own_generators(model: nn.Module, plan: Plan, rank: int) -> None:
             "noise. Draw from torch's own generator, from which ranks with other samples draw other numbers",
             found[0],
             plan.degrees.data,
+        )
+
+
+def tell_step_hooks(optimizer: Optimizer, plan: Plan, rank: int, owned: bool = False) -> None:
+    """Say once, in the log of the first rank, that what runs before an optimizer's step sees a part of the model.
+    owned: whether each rank steps whole parameters of its own."""
+    degrees, several = plan.degrees, getattr(optimizer, "optimizers", [optimizer])
+    parts = max(degrees.pipeline, degrees.tensor, degrees.expert, degrees.num_devices if owned else 1)
+    if rank == 0 and parts > 1 and any(map(has_step_pre_hooks, several)):
+        _log.warning(
+            "the optimizer has a step pre-hook, which sees the parameters and gradients of one rank, one of %d parts "
+            "of the model: what it takes over all of them, such as a norm to clip by, is another on each. Clip with "
+            "parallelize(..., max_grad_norm=...), whose norm is that of the whole model",
+            parts,
         )
 
 

@@ -21,6 +21,7 @@ from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 from torch.distributed.tensor import debug
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -177,6 +178,11 @@ def side_by_side(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 def solid(x: torch.Tensor) -> torch.Tensor:
     """A tensor over the memory of x that autograd does not take for a view of another."""
     return _Solid.apply(x) if x._is_view() else x
+
+
+def has_step_pre_hooks(optimizer: Optimizer) -> bool:
+    """Whether something was registered to run before an optimizer's steps."""
+    return bool(optimizer._optimizer_step_pre_hooks)
 
 
 def source_of(x: torch.Tensor) -> tuple[Node, int]:

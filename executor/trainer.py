@@ -51,6 +51,7 @@ from .faults import (
     tell_batch_norms,
     tell_own_dropout,
     tell_own_generators,
+    tell_step_hooks,
 )
 from .parallel.checked_loss import CheckedLoss, uncounted
 from .parallel.compiled import backend_of
@@ -278,6 +279,7 @@ class Trainer:
         shard = mesh.shard_mesh.get_local_rank() if model.mechanism == "fsdp" else 0
         self._shard = mesh.rank if isinstance(self._stepped, WholeMatrices) else shard  # each steps what it owns
         check_optimizers(mesh, self.optimizer)
+        tell_step_hooks(self.optimizer, plan, mesh.rank, owned=isinstance(self._stepped, WholeMatrices))
         self.optimizer.register_step_pre_hook(self._only_in_steps)
         self._steps_now = False
         self._applied = model

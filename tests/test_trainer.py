@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.executor import Trainer, apply, parallelize
-from meshwright.executor.faults import tell_own_generators
+from meshwright.executor.faults import tell_own_generators, tell_step_hooks
 from meshwright.executor.parallel.expert import HeldExperts
 from meshwright.executor.parallel.micro_batches import num_microbatches
 from meshwright.executor.parallel.tensor_layout import ParameterCut
@@ -337,6 +337,21 @@ def test_noise_of_a_generator_that_data_ranks_share_is_told(
 
     (told,) = caplog.messages
     assert told.startswith("blocks.1.noise is a generator of the model's own, which begins alike on all 2 data ranks")
+
+
+def test_what_runs_before_steps_of_a_part_of_the_model_is_told(
+    make: Callable[..., Plan], caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer = sgd([nn.Parameter(torch.ones(1))])
+    tell_step_hooks(optimizer, make(stages=(2, 2)), 0)
+    optimizer.register_step_pre_hook(lambda *_: None)
+
+    for plan in (make(stages=(2, 2)), make(shard=2)):
+        tell_step_hooks(optimizer, plan, 0)
+
+    tell_step_hooks(optimizer, make(shard=2), 0, owned=True)
+
+    assert ["one of 2 parts of the model" in told for told in caplog.messages] == [True, True]
 
 
 @pytest.mark.slow
