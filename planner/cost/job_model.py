@@ -17,7 +17,7 @@ from .comm_cost import GroupLinks
 from .kept import memo
 from .kernels import rings_of
 from .kinds import Kind, kinds_of
-from .software import StackMemory, load_software
+from .software import load_software
 from .tensor_costs import mode_costs
 
 _Mode = tuple[str, Costs, int, tuple[int, ...]]
@@ -74,11 +74,6 @@ class JobModel:
         """Kinds of layers that a framework does not recompute."""
         row = None if self.framework is None else block_row(self.profile.layers)
         return frozenset(kind for place, kind in enumerate(self.kinds) if row is not None and not row.holds(place))
-
-    @cached_property
-    def keeps_as_traced(self) -> bool:
-        """Whether the training stack keeps the activations that the profile says, and no fewer."""
-        return self.software.memory == StackMemory()
 
     @memo
     def links(self, size: int, stride: int) -> GroupLinks:

@@ -86,47 +86,53 @@ class LayerBytes(LayerElements):
         return kept + self.arriving_bytes(kind, shape, keeps_arriving(layer_class, recompute))
 
     def least_kept_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
-        """The same at least, wherever in its backward the micro-batch is."""
-        return self.kept_bytes(kind, shape, recompute) + min(0.0, self.put_off_bytes(kind, shape))
+        """Bytes that a layer keeps of one micro-batch at least, wherever in its backward that is and however data is
+        split."""
+        kept, _ = self._activations(kind, shape, recompute, False)
+        return kept + min(0.0, self._put_off_bytes(kind, shape))
 
     def put_off_bytes(self, kind: Kind, shape: Shape) -> float:
         """Bytes that a layer holds more of a micro-batch that waits for its backward for weights than of one that waits
         for its backward for inputs: the gradients that weights need, without what is of no more use. 0 where schedules
         do not tell the two apart, and in Megatron's stacks, where what is put by for weights takes about as much as
         what is let go of (60 published runs of zero-bubble pipelines, memory 4.2% off in the median)."""
-        if shape.schedule not in ZERO_BUBBLE or uses_buffers(shape, self.training):
+        return 0.0 if uses_buffers(shape, self.training) else self._put_off_bytes(kind, shape)
+
+    def _put_off_bytes(self, kind: Kind, shape: Shape) -> float:
+        """The same where weights and gradients do not lie in buffers."""
+        if shape.schedule not in ZERO_BUBBLE:
             return 0.0
         _, costs, tensor = self.mode(kind, shape)
-        memory = self.software.memory
-        put_off = costs.put_off.at(shape.samples, self.training.compute_bytes, tensor)
+        memory, element_bytes = self.software.memory, self.training.compute_bytes
+        put_off = costs.put_off.at(shape.samples, element_bytes, tensor)
         if memory.logit_bytes is not None and self.ends_in_loss(kind, shape):
             return put_off
-        spent = costs.spent.at(shape.samples, self._loss_bytes(shape), tensor)
-        return put_off - spent * memory.kept("none", self.training.precision)
-
-    def _loss_bytes(self, shape: Shape) -> int:
-        """Bytes of an element of what a layer that ends in the loss keeps: autocast computes it in fp32."""
-        return MASTER_BYTES if self._autocasts(shape) else self.training.compute_bytes
-
-    def _autocasts(self, shape: Shape) -> bool:
-        mixed = self.training.is_mixed and not self.software.memory.pure
-        return mixed and not uses_buffers(shape, self.training) and not uses_fully_shard(shape, self.training)
-
-    @memo_by(
-        lambda self, kind, shape, recompute: (
-            *(kind, shape.tensor, shape.sequence, shape.cuts, shape.samples, recompute),
-            *(uses_buffers(shape, self.training), uses_fully_shard(shape, self.training)),
+        return put_off - costs.spent.at(shape.samples, element_bytes, tensor) * memory.kept(
+            "none", self.training.precision
         )
-    )
+
     def activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, Working[float]]:
         """(kept bytes, bytes beyond them while at work) for one micro-batch; in the backward recomputed layers pass
         through everything that they would have saved."""
+        mixed = self.training.is_mixed and not self.software.memory.pure
+        plain = not uses_buffers(shape, self.training) and not uses_fully_shard(shape, self.training)
+        return self._activations(kind, shape, recompute, mixed and plain)
+
+    @memo_by(
+        lambda _, kind, shape, recompute, autocast: (
+            *(kind, shape.tensor, shape.sequence, shape.cuts, shape.samples, recompute, autocast),
+        )
+    )
+    def _activations(
+        self, kind: Kind, shape: Shape, recompute: Recompute, autocast: bool
+    ) -> tuple[float, Working[float]]:
+        """What `activation_bytes` gives, by whether autocast casts: it computes a layer that ends in the loss in
+        fp32."""
         batch, element_bytes = shape.samples, self.training.compute_bytes
         _, costs, tensor = self.mode(kind, shape)
         logits = self._logits_bytes(kind, shape)
-        autocast = self._autocasts(shape)
-        if logits:
-            element_bytes = self._loss_bytes(shape)
+        if logits and autocast:
+            element_bytes = MASTER_BYTES
         saved = costs.saved.at(batch, element_bytes, tensor)
         kept = kept_at(self.layer_class(kind), costs, recompute, batch, element_bytes, tensor)
         saved, kept, entering = self._fused(costs, recompute, batch, tensor, saved, kept)
@@ -187,15 +193,10 @@ class LayerBytes(LayerElements):
         weights = sum(item.elements for item in self.held(kind, shape) if item.trainable)
         return self.training.compute_bytes * (self._num_logits(kind, shape) + weights)
 
-    def least_transient_bytes(self, kind: Kind, shape: Shape) -> float:
-        """Bytes that are there only during a layer's turn, at least, whatever its option and however data is split."""
-        working = self.activation_bytes(kind, shape, "none")[1]
-        return max(working.forward, working.backward)
-
     def working_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, float, float]:
         """Bytes of a layer's activations that are there only during its turn (of its forward, of its backward), and
-        what that has let go of when it ends."""
-        working = self.activation_bytes(kind, shape, recompute)[1]
+        what that has let go of when it ends: at least, however data is split."""
+        _, working = self._activations(kind, shape, recompute, False)
         return working.forward, working.backward, working.passed
 
     def ends_in_loss(self, kind: Kind, shape: Shape) -> bool:

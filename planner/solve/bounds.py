@@ -226,7 +226,7 @@ class Bounds:
                 np.array([kept.min() for kept in ways]),
                 np.array([fixed for _, fixed in least.held]),
                 np.array([float(shape.in_flight(stage)) for stage in range(frame.num_stages)]),
-                AMPLE * allocatable_bytes(shape, self.model.device, self.training) - float(least.passing.max()),
+                AMPLE * allocatable_bytes(shape, self.model.device, self.training) - float(least.turn.max()),
             )
             self._cuts[key] = self._chunkings.with_fitting(frame, self._cuts[key], least.seconds, held)
         return self._cuts[key]

@@ -29,7 +29,7 @@ class Least:
 
     held: [run] -> ([way to recompute] -> bytes that a layer keeps of a micro-batch, bytes that it holds anyway).
     fewest_bytes: activations of all layers at least. whole, whole_trainable: elements of all layers, before they are
-    sharded over data ranks. passing: [run] -> bytes that a layer saves in its turn.
+    sharded over data ranks. turn: [run] -> bytes of its activations in a layer's turn.
     """
 
     seconds: Floats
@@ -39,7 +39,7 @@ class Least:
     fewest_bytes: float
     whole: float
     whole_trainable: float
-    passing: Floats
+    turn: Floats
 
 
 class LeastWork:
@@ -92,7 +92,7 @@ class LeastWork:
         fixed = stored @ np.array([state.sharded_parameters, trainable_bytes])
         twice = (state.sharded_parameters + trainable_bytes) * shared
         ways = self._ways(shape, offered)
-        if ways.fewest + float(counts @ fixed) - twice > room or ways.passing.max() > room:
+        if ways.fewest + float(counts @ fixed) - twice > room or ways.turn.max() > room:
             return None
         context_s = np.array(of_each(self._kinds, lambda kind: model.least_context_s(kind, shape)))
         pass_s, forward_s = self.passes_s(shape).T
@@ -107,7 +107,7 @@ class LeastWork:
             ways.fewest,
             total,
             trainable,
-            ways.passing,
+            ways.turn,
         )
 
     @cached_property
@@ -130,18 +130,19 @@ class LeastWork:
         model, any_schedule = self.model, shape if shape.pipeline == 1 else replace(shape, schedule="zb-h1")
 
         def found(kind: Kind) -> tuple[float, Floats, Floats]:
-            if not model.keeps_as_traced:
-                return 0.0, np.zeros(1), np.zeros(1)
-            _, costs, tensor = model.mode(kind, shape)
-            kept, again_s = self.of_ways(kind, any_schedule, model.ways(kind, offered))
+            ways = model.ways(kind, offered)
+            kept, again_s = self.of_ways(kind, any_schedule, ways)
+            turn = min(
+                own + max(model.working_bytes(kind, shape, way)[:2]) for own, way in zip(kept, ways, strict=True)
+            )
             if "offload" in offered:
                 kept, again_s = np.append(kept, 0.0), np.append(again_s, 0.0)
-            return costs.saved.at(shape.samples, model.training.compute_bytes, tensor), kept, again_s
+            return float(turn), kept, again_s
 
         each = of_each(self._kinds, found)
         kept = [kept for _, kept, _ in each]
         fewest = float(self._counts @ np.array([least.min() for least in kept]))
-        return LeastWays(np.array([saved for saved, _, _ in each]), kept, [again_s for _, _, again_s in each], fewest)
+        return LeastWays(np.array([turn for turn, _, _ in each]), kept, [again_s for _, _, again_s in each], fewest)
 
     @memo_by(lambda self, kind, shape, ways: (kind, ways, *self._kept_as(shape)))
     def of_ways(self, kind: Kind, shape: Shape, ways: tuple[Recompute, ...]) -> tuple[Floats, Floats]:
@@ -160,10 +161,11 @@ class LeastWork:
 
 @dataclass(frozen=True)
 class LeastWays:
-    """What layers keep and run again of one micro-batch at least. passing: [run] -> bytes that a layer saves; kept,
-    again_s: [run][way to recompute] -> bytes that it keeps, seconds that it runs again; fewest: bytes that all keep."""
+    """What layers keep and run again of one micro-batch at least. turn: [run] -> bytes of its activations in a layer's
+    turn; kept, again_s: [run][way to recompute] -> bytes that it keeps, seconds that it runs again; fewest: bytes that
+    all keep."""
 
-    passing: Floats
+    turn: Floats
     kept: list[Floats]
     again_s: list[Floats]
     fewest: float

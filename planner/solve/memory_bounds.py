@@ -312,8 +312,7 @@ class MemoryBounds:
         attention_s: float,
         rest_s: float,
     ) -> tuple[Floats, Floats]:
-        """([way] -> seconds longer than without recompute, or than with what is pinned, bytes kept); nothing is known
-        of stacks that keep less than the profile says."""
+        """([way] -> seconds longer than without recompute, or than with what is pinned, bytes kept)."""
         model, names = self.model, self._names(kind, recompute, offered)
         if not names:
             return np.zeros(1), np.zeros(1)
@@ -326,7 +325,7 @@ class MemoryBounds:
 
     def _names(self, kind: Kind, recompute: Recompute | None, offered: Offered) -> tuple[Recompute, ...]:
         """The ways to recompute a layer; none where nothing is known of what they keep."""
-        if not self.model.keeps_as_traced or "offload" in offered:
+        if "offload" in offered:
             return ()
         return self.model.ways(kind, offered) if recompute is None else (self.model.pinned(kind, recompute),)
 

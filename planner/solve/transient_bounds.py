@@ -50,11 +50,10 @@ def passing_bytes(
     """([way to recompute][shape] -> bytes, the same of a layer with one of its kind after it in its stage, whose
     gradients are being reduced). shape: one of the family; kept: [way] -> bytes that the layer keeps of a micro-batch,
     at least; resharded: the column of whether it gives its gathered parameters back."""
-    least = model.least_transient_bytes(kind, shape)
     forward, backward, passed = np.array([model.working_bytes(kind, shape, way) for way in ways]).T[:, :, None]
+    least = np.broadcast_to(np.maximum(forward, backward), (len(ways), len(columns.sharded)))
     if model.ends_in_loss(kind, shape):
-        alone = np.where(columns.sharded, np.maximum(forward, backward), least)
-        return alone, alone
+        return least, least
     element_bytes, whole = model.training.compute_bytes, columns.reduced * MASTER_BYTES
     turn = Turn(
         copy=columns.gathered * element_bytes,
