@@ -19,7 +19,7 @@ from meshwright.planner.plan.document import Plan, load_plan
 from meshwright.planner.plan.making import reference_of, shape_of
 from meshwright.planner.plan.not_run import not_run
 from meshwright.planner.plan.pins import Pins
-from meshwright.planner.plan.shape import Shape
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.adapters import Adapters, read_adapters, with_lora
@@ -270,7 +270,7 @@ def test_a_base_in_fewer_bits_takes_less_memory_and_is_passed_as_it_is_kept(
     gathered = [model.spread_of(model.kinds[1], shape)[0].gathered for model in models]
     passed = each / 2 if shards > 1 else 0.0
     assert gathered[0] - gathered[1] == pytest.approx(in_fewer_bits(1) * (1 - passed))
-    forward = [model.working_bytes(model.kinds[1], shape, "none")[0] for model in models]
+    forward = [model.working_bytes(model.kinds[1], shape, LayerOption())[0] for model in models]
     assert forward[1] - forward[0] == pytest.approx(2 * _WEIGHT if base == "nf4" else 0.0)
     assert (after.step_time_s > before.step_time_s) == (base == "nf4")
 

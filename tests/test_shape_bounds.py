@@ -157,10 +157,12 @@ def test_no_interleaved_shape_takes_less_than_its_bound_where_memory_is_scarce(s
     assert too_high(Explorer(asked.profile, asked.cluster, asked.training), asked, limit=20) == []
 
 
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("software", SOFTWARE)
-def test_bounds_know_what_memory_asks_layers_to_run_again_whatever_the_stack_keeps(software: str) -> None:
+def test_bounds_know_what_memory_asks_of_layers_whatever_the_stack_keeps(software: str, offload: bool) -> None:
     asked = scarce(0, 1e9)
-    asked = replace(asked, training=asked.training.model_copy(update={"software": software}))
+    training = asked.training.model_copy(update={"software": software})
+    asked = replace(asked, training=training, pins=replace(asked.pins, offload_activations=offload))
     bounds, longer = Explorer(asked.profile, asked.cluster, asked.training).bounds, []
 
     for space, family, _ in families_of(asked):

@@ -193,11 +193,12 @@ class LayerBytes(LayerElements):
         weights = sum(item.elements for item in self.held(kind, shape) if item.trainable)
         return self.training.compute_bytes * (self._num_logits(kind, shape) + weights)
 
-    def working_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, float, float]:
+    def working_bytes(self, kind: Kind, shape: Shape, way: LayerOption) -> tuple[float, float, float]:
         """Bytes of a layer's activations that are there only during its turn (of its forward, of its backward), and
         what that has let go of when it ends: at least, however data is split."""
-        _, working = self._activations(kind, shape, recompute, False)
-        return working.forward, working.backward, working.passed
+        _, working = self._activations(kind, shape, way.recompute, False)
+        moved = 2 * self.least_kept_bytes(kind, shape, way.recompute) if way.offload else 0.0
+        return working.forward + moved, working.backward + moved, working.passed
 
     def ends_in_loss(self, kind: Kind, shape: Shape) -> bool:
         """Whether the loss is computed in a layer."""

@@ -45,7 +45,7 @@ class CostModel(LayerExchanges, LayerBytes):
         exchanged = attends_again and option.recompute != "attention"  # whatever the exchanges have made comes back
         kept += 0.0 if exchanged else context.kept(option.recompute)
         dispatches_again = self.repeats_experts(kind, option.recompute)
-        away_s = self._away_s(kept) if option.offload else 0.0
+        away_forward_s, away_backward_s = self._away_s(kind, shape, kept if option.offload else 0.0)
         buffers = context.buffer_bytes + (context.kept_bytes if exchanged else 0.0)
         if option.offload:  # one layer's on their way, the next one's arriving
             kept, buffers = 0.0, buffers + 2 * kept
@@ -84,16 +84,24 @@ class CostModel(LayerExchanges, LayerBytes):
             context_backward_s=attended.backward_s + (attended.again_s if attends_again else 0.0),
             expert_forward_s=sent.forward_s,
             expert_backward_s=sent.backward_s + (sent.again_s if dispatches_again else 0.0),
-            offload_forward_s=exposed_s(away_s, seconds.forward, 1.0, self.device.contention),
-            offload_backward_s=exposed_s(away_s, seconds.backward, 1.0, self.device.contention),
+            offload_forward_s=away_forward_s,
+            offload_backward_s=away_backward_s,
             arrived_bytes=self._arrived_bytes(kind, shape, option),
             host_s=waiting_s,
             put_off_bytes=self.put_off_bytes(kind, shape),
         )
 
-    def _away_s(self, num_bytes: float) -> float:
-        """Seconds to bring bytes to the host, or back."""
-        return num_bytes / self.device.host_bandwidth
+    def _away_s(self, kind: Kind, shape: Shape, num_bytes: float) -> tuple[float, float]:
+        """Seconds of bringing a layer's bytes to the host and back that its forward and its backward do not hide."""
+        seconds, moved_s = self.compute(kind, shape), num_bytes / self.device.host_bandwidth
+        contention = self.device.contention
+        return exposed_s(moved_s, seconds.forward, 1.0, contention), exposed_s(
+            moved_s, seconds.backward, 1.0, contention
+        )
+
+    def least_away_s(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
+        """Seconds that a layer takes longer at least where what it keeps waits in the host's memory."""
+        return sum(self._away_s(kind, shape, self.least_kept_bytes(kind, shape, recompute)))
 
     def options(
         self,
@@ -117,13 +125,24 @@ class CostModel(LayerExchanges, LayerBytes):
             runs = (r for r in self.ways(kind, offered) if r not in excluded)
             less = [r for r in runs if self.kept_bytes(kind, shape, r) < kept]
             recomputes = ("none", *less) if recompute is None else (self.pinned(kind, recompute),)
+        places = {way: self._places(kind, way, offered) for way in recomputes}
         reshards: tuple[bool, ...] = (shape.reshard,)
         if shape.sharded_over > 1 and shape.pipeline == 1:
             reshards = (False, True) if reshard is None else (reshard,)
             reshards = (False,) if kind.is_in_root(shape) or not self.layer_class(kind).parameters else reshards
-        may_leave = "offload" in offered and kind.can_recompute
-        offloads = {r: (False, True) if may_leave and r not in KEPT_ON_DEVICE else (False,) for r in recomputes}
-        return [LayerOption(r, s, away) for r in recomputes for s in reshards for away in offloads[r]]
+        return [LayerOption(r, s, away) for r in recomputes for s in reshards for away in places[r]]
+
+    @staticmethod
+    def _places(kind: Kind, recompute: Recompute, offered: Offered) -> tuple[bool, ...]:
+        """Whether what a layer keeps may wait in the host's memory: no, or either."""
+        may_leave = "offload" in offered and kind.can_recompute and recompute not in KEPT_ON_DEVICE
+        return (False, True) if may_leave else (False,)
+
+    def ways_with_places(self, kind: Kind, recompute: Recompute | None, offered: Offered) -> tuple[LayerOption, ...]:
+        """Every kind of recompute that a layer may take, or the one that is pinned, with every place for what it keeps;
+        the first one runs nothing again beyond what is pinned."""
+        ways = self.ways(kind, offered) if recompute is None else (self.pinned(kind, recompute),)
+        return tuple(LayerOption(way, False, away) for way in ways for away in self._places(kind, way, offered))
 
     def ways(self, kind: Kind, offered: Offered) -> tuple[Recompute, ...]:
         """Every kind of recompute that a layer may take, whether it gives anything up or not."""

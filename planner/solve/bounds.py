@@ -183,12 +183,10 @@ class Bounds:
 
     def of_whole_ranks(self, family: Family, space: Space, some: NDArray[np.int64]) -> Floats:
         """[of these shapes] -> seconds that their ranks take at least, each with whole layers (rank_bounds.py)."""
-        many = None
-        if family.pipeline > 1 and "offload" not in family.offered:
-            many = self._memory.layers(family, space.leaves(family), some, recompute_of(family, space.pins), space.pins)
-        if many is None:
+        if family.pipeline == 1:
             return np.zeros(len(some))
-        runs, flights, *costs = many
+        leaves, recompute = space.leaves(family), recompute_of(family, space.pins)
+        runs, flights, *costs = self._memory.layers(family, leaves, some, recompute, space.pins)
         return least_of_ranks_s(Table.of(family.frugal), [OnDevice(runs, *costs)], flights)
 
     def guesses(self, family: Family, space: Space, some: Sequence[int], with_memory: bool) -> Floats:
@@ -243,11 +241,9 @@ class Bounds:
         least = np.zeros(len(some))
         leaves = space.leaves(family)
         alike = self._alike(leaves, some)
-        if family.pipeline == 1 or not known or "offload" in family.offered or not alike.any():
+        if family.pipeline == 1 or not known or not alike.any():
             return least
         many = self._memory.layers(family, leaves, some[alike], recompute_of(family, space.pins), space.pins)
-        if many is None:
-            return least
         runs, flights, rooms, waits_s, end_s = many
         each = least_of_many_s(table, known, runs, flights, rooms, waits_s, end_s, SCALES)
         least[alike] = np.maximum(least[alike], each)

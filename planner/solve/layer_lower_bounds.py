@@ -15,9 +15,8 @@ from ..cost.kept import memo_by
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import state_bytes, uses_buffers
-from ..plan.document import Recompute
 from ..plan.schedules import ZERO_BUBBLE
-from ..plan.shape import NO_EXTRAS, Offered, Shape
+from ..plan.shape import NO_EXTRAS, LayerOption, Offered, Shape
 
 Floats = NDArray[np.float64]
 
@@ -125,19 +124,14 @@ class LeastWork:
 
     @memo_by(lambda self, shape, offered: (offered, shape.pipeline == 1, *self._kept_as(shape)))
     def _ways(self, shape: Shape, offered: Offered) -> "LeastWays":
-        """What layers keep and run again, whatever the schedule. What waits in the host's memory is one more way: it
-        keeps nothing and repeats nothing."""
+        """What layers keep and run again, whatever the schedule."""
         model, any_schedule = self.model, shape if shape.pipeline == 1 else replace(shape, schedule="zb-h1")
 
         def found(kind: Kind) -> tuple[float, Floats, Floats]:
-            ways = model.ways(kind, offered)
+            ways = model.ways_with_places(kind, None, offered)
             kept, again_s = self.of_ways(kind, any_schedule, ways)
-            turn = min(
-                own + max(model.working_bytes(kind, shape, way)[:2]) for own, way in zip(kept, ways, strict=True)
-            )
-            if "offload" in offered:
-                kept, again_s = np.append(kept, 0.0), np.append(again_s, 0.0)
-            return float(turn), kept, again_s
+            working = [max(model.working_bytes(kind, any_schedule, way)[:2]) for way in ways]
+            return float((kept + working).min()), kept, again_s
 
         each = of_each(self._kinds, found)
         kept = [kept for _, kept, _ in each]
@@ -145,10 +139,17 @@ class LeastWork:
         return LeastWays(np.array([turn for turn, _, _ in each]), kept, [again_s for _, _, again_s in each], fewest)
 
     @memo_by(lambda self, kind, shape, ways: (kind, ways, *self._kept_as(shape)))
-    def of_ways(self, kind: Kind, shape: Shape, ways: tuple[Recompute, ...]) -> tuple[Floats, Floats]:
-        """[way to recompute] -> (bytes that a layer keeps of a micro-batch, seconds that it runs again), at least."""
-        kept = np.array([self.model.least_kept_bytes(kind, shape, way) for way in ways])
-        return kept, np.array([self.model.least_again_s(kind, shape, way) for way in ways])
+    def of_ways(self, kind: Kind, shape: Shape, ways: tuple[LayerOption, ...]) -> tuple[Floats, Floats]:
+        """[way to recompute, and place] -> (bytes that a layer keeps of a micro-batch on the device, seconds that it
+        takes longer), at least."""
+        kept, longer_s = np.zeros(len(ways)), np.zeros(len(ways))
+        for i, way in enumerate(ways):
+            longer_s[i] = self.model.least_again_s(kind, shape, way.recompute)
+            if way.offload:
+                longer_s[i] += self.model.least_away_s(kind, shape, way.recompute)
+            else:
+                kept[i] = self.model.least_kept_bytes(kind, shape, way.recompute)
+        return kept, longer_s
 
     def _kept_as(self, shape: Shape) -> tuple[object, ...]:
         """What of a shape decides what its layers keep of a micro-batch."""

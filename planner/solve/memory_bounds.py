@@ -17,7 +17,7 @@ from ..cost.simulate import even_step_s
 from ..plan.document import Recompute
 from ..plan.pins import Pins
 from ..plan.schedules import ZERO_BUBBLE, is_chunked, rank_and_chunk
-from ..plan.shape import Offered, Shape
+from ..plan.shape import LayerOption, Offered, Shape
 from .chunked import Chunking, LeastRecompute, Recomputable, StageCuts
 from .fluid import ManyLayers
 from .relaxed import DeviceColumns, least_of_each_one_s, least_slowest_of_each_s, least_slowest_of_whole_s
@@ -33,11 +33,11 @@ Flags = NDArray[np.bool_]
 @dataclass(frozen=True)
 class _Ways:
     """[kind] -> [way to recompute] -> seconds that a micro-batch takes longer at least, and bytes that a layer keeps of
-    it. names: of those ways, where they are known."""
+    it. names: of those ways."""
 
     again_s: list[Floats]
     kept: list[Floats]
-    names: list[tuple[Recompute, ...]]
+    names: list[tuple[LayerOption, ...]]
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,11 @@ class MemoryBounds:
 
     def layers(
         self, family: Family, leaves: Leaves, some: Ints, recompute: Recompute | None, pins: Pins
-    ) -> tuple[list[ManyLayers], Floats, Floats, Floats, Floats] | None:
+    ) -> tuple[list[ManyLayers], Floats, Floats, Floats, Floats]:
         """What layers take in these shapes of a pipeline, as least_of_many_s of fluid.py wants it: ([run] of layers,
         [stage] -> micro-batches, [rank][shape] -> bytes, [stage but the last][shape] -> seconds waited for a transfer
-        after it, and [shape] -> seconds at the end); None where nothing is known of what they keep."""
+        after it, and [shape] -> seconds at the end)."""
         ways, bounds, shape = self._ways(family, leaves, recompute, pins.offered), self.bounds, family.frugal
-        if not all(ways.names):
-            return None
         held, fastest = self._held(family, leaves), bounds.fastest(family, leaves, recompute, pins.reshard)
         data = bounds.data(family, leaves)
         fixed = (held.fixed + held.copies)[:, some]
@@ -222,7 +220,7 @@ class MemoryBounds:
             room = self.bounds.held(family, leaves).room / family.pipeline + held.twice
             room = room[first] - self.model.held_bytes(family.frugal)
             fixed = (held.fixed[kind] + held.copies[kind])[first]
-            names = self._names(self.bounds.kinds[kind], recompute, pins.offered)
+            names = self.model.ways_with_places(self.bounds.kinds[kind], recompute, pins.offered)
             passing, _ = self._passing(family, leaves, kind, names, kept, first)
             alone = again_s, kept, passing, np.array(flights), int(self.bounds.counts[kind])
             self._known_slowest[key] = least_slowest_of_whole_s(least_s[0], fixed, room, *alone)[where]
@@ -259,13 +257,10 @@ class MemoryBounds:
         return least_of_each_one_s(choices, room, again_s, ways.kept, self.bounds.counts)
 
     def _passing(
-        self, family: Family, leaves: Leaves, kind: int, names: tuple[Recompute, ...], kept: Floats, some: Ints
+        self, family: Family, leaves: Leaves, kind: int, names: tuple[LayerOption, ...], kept: Floats, some: Ints
     ) -> tuple[Floats, Floats]:
         """[way][of these shapes] -> bytes that are there only in the turn of a layer of a kind, as of passing_bytes.
         names, kept: [way]."""
-        if not names:
-            nothing = np.zeros((len(kept), len(some)))
-            return nothing, nothing
         data, held, own = self.bounds.data(family, leaves), self._held(family, leaves), self.bounds.kinds[kind]
         ahead = self.model.fetched_ahead(own, family.frugal)
         gathered = data.elements.gathered
@@ -289,7 +284,7 @@ class MemoryBounds:
             self._known_ways[key] = _Ways(
                 [seconds for seconds, _ in found],
                 [kept for _, kept in found],
-                [self._names(kind, recompute, offered) for kind in self.bounds.kinds],
+                [self.model.ways_with_places(kind, recompute, offered) for kind in self.bounds.kinds],
             )
         return self._known_ways[key]
 
@@ -313,21 +308,12 @@ class MemoryBounds:
         rest_s: float,
     ) -> tuple[Floats, Floats]:
         """([way] -> seconds longer than without recompute, or than with what is pinned, bytes kept)."""
-        model, names = self.model, self._names(kind, recompute, offered)
-        if not names:
-            return np.zeros(1), np.zeros(1)
+        model, names = self.model, self.model.ways_with_places(kind, recompute, offered)
         kept, again_s = self.bounds.least.of_ways(kind, shape, names)
-        if len(names) == 1:
-            return np.zeros(1), kept
-        attention = np.array([model.repeats_attention(kind, shape, way) for way in names])
-        rest = np.array([way in ("selective", "full") for way in names])  # parts repeat some of the rest, or none
-        return again_s + attention_s * attention + rest_s * rest, kept
-
-    def _names(self, kind: Kind, recompute: Recompute | None, offered: Offered) -> tuple[Recompute, ...]:
-        """The ways to recompute a layer; none where nothing is known of what they keep."""
-        if "offload" in offered:
-            return ()
-        return self.model.ways(kind, offered) if recompute is None else (self.model.pinned(kind, recompute),)
+        attention = np.array([model.repeats_attention(kind, shape, way.recompute) for way in names])
+        rest = np.array([way.recompute in ("selective", "full") for way in names])  # parts repeat some of it, or none
+        again_s = again_s + attention_s * attention + rest_s * rest
+        return again_s - again_s[0], kept
 
     def _held(self, family: Family, leaves: Leaves) -> _HeldBytes:
         key = leaves, family.sequence, family.cuts, family.virtual_stages > 1

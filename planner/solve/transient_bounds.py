@@ -16,8 +16,7 @@ from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import MASTER_BYTES
 from ..cost.transient_cost import Turn, Working, transients
-from ..plan.document import Recompute
-from ..plan.shape import Shape
+from ..plan.shape import LayerOption, Shape
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -42,7 +41,7 @@ def passing_bytes(
     model: CostModel,
     kind: Kind,
     shape: Shape,
-    ways: Sequence[Recompute],
+    ways: Sequence[LayerOption],
     kept: Floats,
     columns: Gathered,
     resharded: Flags,

@@ -36,7 +36,7 @@ class _OnKind:
     in no room. way_s: table of seconds that a micro-batch takes in a layer on its way there and back; once_s: of a
     layer per step; waits_s: column of seconds that all transfers of a micro-batch take; twice_s: of what the
     optimizer's seconds have too much. flights: [rank] -> micro-batches, at its stage of fewest; whole: micro-batches of
-    each stage, and what whole layers cost, if it is known."""
+    each stage, and what whole layers cost."""
 
     layers: DeviceColumns
     way_s: Floats
@@ -44,7 +44,7 @@ class _OnKind:
     waits_s: Floats
     twice_s: Floats
     flights: Floats
-    whole: tuple[Floats, OnDevice] | None
+    whole: tuple[Floats, OnDevice]
 
 
 class UnequalBounds:
@@ -83,12 +83,10 @@ class UnequalBounds:
         """[shape without order] -> the same with kinds in that order."""
         counts, count, is_even = self._memory[0].bounds.counts, family.num_microbatches, not is_chunked(family.schedule)
         ranks, layers = np.array(self.kinds.on_stages(order, family.pipeline)), [each.layers for each in on]
-        whole, least = [each.whole for each in on if each.whole is not None], np.zeros_like(on[0].twice_s)
-        if len(whole) == len(on):
-            devices, table = [device for _, device in whole], Table.of(family.frugal)
-            least = least_of_ranks_s(table, devices, whole[0][0], ranks)
-            if (least >= enough_s).all():
-                return least
+        of_stages, devices = on[0].whole[0], [each.whole[1] for each in on]
+        least = least_of_ranks_s(Table.of(family.frugal), devices, of_stages, ranks)
+        if (least >= enough_s).all():
+            return least
         cases = [[each.once_s / count for each in on], *([[np.zeros_like(each.once_s) for each in on]] * is_even)]
         busiest, *slowest = least_slowest_of_unequal_s(layers, ranks, on[0].flights, counts, cases)
         fits = np.isfinite(busiest)
@@ -113,27 +111,18 @@ class UnequalBounds:
         """What the shapes take on the kind that has these bounds."""
         bounds, everything, num_ranks = memory.bounds, np.arange(len(leaves.each)), family.pipeline
         fastest, data = bounds.fastest(family, leaves, recompute, pins.reshard), bounds.data(family, leaves)
-        many = memory.layers(family, leaves, everything, recompute, pins)
+        runs, of_stages, rooms, *ends = memory.layers(family, leaves, everything, recompute, pins)
         weights_s = bounds.weights_s(family) if family.schedule in ZERO_BUBBLE else np.zeros(len(bounds.kinds))
-        flights, whole = np.zeros(num_ranks), None
-        if many is None:
-            nothing = [np.zeros(1) for _ in bounds.kinds]
-            held = np.zeros_like(fastest.microbatch_s), nothing, nothing, np.zeros((num_ranks, len(everything)))
-        else:
-            runs, of_stages, rooms, *ends = many
-            whole = of_stages, OnDevice(runs, rooms, *ends)
-            frame = Chunking(family.schedule, num_ranks, family.virtual_stages)
-            flights = np.array([min(of_stages[frame.stages(rank)]) for rank in range(num_ranks)])
-            kinds = [int(bounds.kind_of_run[group[0]]) for group in bounds.chain.alike]
-            each = [runs[kinds.index(kind)] for kind in range(len(bounds.kinds))]
-            ways = [run.again_s for run in each], [run.kept for run in each]
-            held = np.array([run.fixed for run in each]), *ways, rooms
+        frame = Chunking(family.schedule, num_ranks, family.virtual_stages)
+        kinds = [int(bounds.kind_of_run[group[0]]) for group in bounds.chain.alike]
+        each = [runs[kinds.index(kind)] for kind in range(len(bounds.kinds))]
+        ways = [run.again_s for run in each], [run.kept for run in each]
         return _OnKind(
-            layers=DeviceColumns(fastest.microbatch_s, *held),
+            layers=DeviceColumns(fastest.microbatch_s, np.array([run.fixed for run in each]), *ways, rooms),
             way_s=fastest.microbatch_s - weights_s[:, None],
             once_s=fastest.once_s + data.optimizer_s,
             waits_s=bounds.least_waits_s(family, leaves),
             twice_s=data.twice_s,
-            flights=flights,
-            whole=whole,
+            flights=np.array([min(of_stages[frame.stages(rank)]) for rank in range(num_ranks)]),
+            whole=(of_stages, OnDevice(runs, rooms, *ends)),
         )
