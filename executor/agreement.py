@@ -36,9 +36,7 @@ def check_optimizers(mesh: RankMesh, optimizer: Optimizer) -> None:
     """Raise ValueError, on every rank, if ranks that hold the same parameters would step them differently."""
     if not peers_answer(mesh):
         return
-    own: Any = (mesh.coordinates["pipeline"], mesh.rank, type(optimizer).__name__, _options(optimizer))
-    found: list[Any] = [None] * mesh.plan.degrees.num_devices
-    dist.all_gather_object(found, own)
+    found = mesh.on_all((mesh.coordinates["pipeline"], mesh.rank, type(optimizer).__name__, _options(optimizer)))
     firsts: dict[int, Any] = {}
     for stage, rank, kind, options in sorted(found, key=lambda each: int(each[1])):
         _, first, kind_there, options_there = firsts.setdefault(stage, (stage, rank, kind, options))
@@ -94,10 +92,9 @@ def check_parameters(
                     "(parallelize(weights=...) or resume read a file for all)"
                 )
                 break
-    told: list[Any] = [None] * mesh.plan.degrees.num_devices
-    dist.all_gather_object(told, problem)
-    if any(told):
-        raise ValueError(next(filter(None, told)))
+    told = next(filter(None, mesh.on_all(problem)), "")
+    if told:
+        raise ValueError(told)
 
 
 def _exchanged(model: AppliedModel, dtypes: Mapping[str, torch.dtype]) -> str:
@@ -163,8 +160,7 @@ def check_shares(mesh: RankMesh, batch: Any, step: int, read: str, begun: Any = 
     given began. Every rank must call it."""
     if not peers_answer(mesh):
         return
-    found: list[Any] = [None] * mesh.plan.degrees.num_devices
-    dist.all_gather_object(found, (mesh.data_rank, mesh.rank, _fingerprint(batch), read, _fingerprint(begun)))
+    found = mesh.on_all((mesh.data_rank, mesh.rank, _fingerprint(batch), read, _fingerprint(begun)))
     firsts: dict[int, Any] = {}
     in_order = sorted(found, key=lambda each: int(each[1]))
     for _, rank, _, their_read, _ in in_order:
@@ -262,9 +258,8 @@ def mark_of_count(mesh: RankMesh, num_microbatches: int) -> torch.Tensor:
 def mark_of_options(mesh: RankMesh, optimizer: Optimizer) -> torch.Tensor:
     """A float64 scalar on the device, whose sum over all ranks is 0 where those of a stage step alike."""
     degrees = mesh.plan.degrees
-    is_first = all(at == 0 for axis, at in mesh.coordinates.items() if axis != "pipeline")
     mark = zlib.crc32(repr(_options(optimizer)).encode()) % _MARKS
-    mark *= 1 - degrees.num_devices // degrees.pipeline if is_first else 1
+    mark *= 1 - degrees.num_devices // degrees.pipeline if mesh.is_first_of_stage else 1
     return torch.full((), mark, dtype=torch.float64, device=mesh.device)
 
 
@@ -272,9 +267,7 @@ def check_lengths(mesh: RankMesh, lengths: Sequence[int]) -> None:
     """Raise ValueError, on every rank, if ranks were given different lengths of samples, by which each sorts them."""
     if not peers_answer(mesh):
         return
-    own = len(lengths), zlib.crc32(repr(list(lengths)).encode())
-    found: list[Any] = [None] * mesh.plan.degrees.num_devices
-    dist.all_gather_object(found, own)
+    found = mesh.on_all((len(lengths), zlib.crc32(repr(list(lengths)).encode())))
     other = next((process for process, theirs in enumerate(found) if theirs != found[0]), None)
     if other is not None:
         raise ValueError(

@@ -4,10 +4,8 @@ import logging
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -35,10 +33,7 @@ def check_finite(mesh: RankMesh, step: int, losses: list[torch.Tensor], gradient
     """
     bad_losses = [i for i, value in enumerate(losses) if not bool(torch.isfinite(value).all())]
     bad_gradients = [name for name, grad in gradients.items() if not bool(torch.isfinite(grad).all())]
-    found: list[Any] = [(bad_losses, bad_gradients[:1], len(bad_gradients), mesh.rank)]
-    if mesh.device_mesh is not None:
-        found = [None] * mesh.plan.degrees.num_devices
-        dist.all_gather_object(found, (bad_losses, bad_gradients[:1], len(bad_gradients), mesh.rank))
+    found = mesh.on_all((bad_losses, bad_gradients[:1], len(bad_gradients), mesh.rank))
     parts = []
     for micro_batches, first, count, rank in sorted(found, key=lambda f: int(f[3])):
         if micro_batches:
@@ -59,10 +54,7 @@ def raise_spoiled(mesh: RankMesh, step: int, names: list[str], norms: torch.Tens
     Every rank must call it. names, norms: this rank's parameters, and their norms after that step.
     """
     bad = [name for name, value in zip(names, norms.tolist(), strict=True) if not math.isfinite(value)]
-    found: list[Any] = [(bad[:1], len(bad), mesh.rank)]
-    if mesh.device_mesh is not None:
-        found = [None] * mesh.plan.degrees.num_devices
-        dist.all_gather_object(found, (bad[:1], len(bad), mesh.rank))
+    found = mesh.on_all((bad[:1], len(bad), mesh.rank))
     parts = [
         f"{count} parameters {_seat(mesh.plan, rank)}, the first of them {first[0]}"
         for first, count, rank in sorted(found, key=lambda f: int(f[2]))

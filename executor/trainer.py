@@ -940,7 +940,7 @@ class Trainer:
             raise_spoiled(self.mesh, self.progress.steps, list(self._applied.parameters), self._norms)
 
     def _gathered(self, tensors: dict[str, torch.Tensor], buffers: bool) -> dict[str, torch.Tensor]:
-        keep = all(at == 0 for axis, at in self.mesh.coordinates.items() if axis != "pipeline")
+        keep = self.mesh.is_first_of_stage
         state: dict[str, torch.Tensor] = {}
         elsewhere = self._writer().buffers_elsewhere() if buffers and self.plan.degrees.pipeline > 1 else set()
         for name, tensor in tensors.items():

@@ -89,6 +89,19 @@ class RankMesh:
         """Number of shares of the global batch."""
         return self.plan.degrees.data
 
+    @cached_property
+    def is_first_of_stage(self) -> bool:
+        """Whether no other rank of this stage comes before this one."""
+        return all(at == 0 for axis, at in self.coordinates.items() if axis != "pipeline")
+
+    def on_all(self, value: Any) -> list[Any]:
+        """[process] -> its value, on all ranks. Every rank must call it."""
+        if self.device_mesh is None:
+            return [value]
+        values: list[Any] = [None] * self.plan.degrees.num_devices
+        dist.all_gather_object(values, value)
+        return values
+
     @property
     def is_first_of_share(self) -> bool:
         """Whether no other rank of this stage with the same samples comes before this one."""

@@ -433,10 +433,9 @@ def _check_groups(
     here = {name: group for group in found for name in group["params"]}
     there = {name: group for group in by_whole or found for name in group["params"]}
     other = next((name for name in here if here[name] != there.get(name)), None)
-    told: list[Any] = [None] * plan.degrees.num_devices
-    dist.all_gather_object(told, other and (other, tuple(model.parameters[other].shape)))
-    if any(told):
-        name, shape = next(filter(None, told))
+    told = next(filter(None, mesh.on_all(other and (other, tuple(model.parameters[other].shape)))), None)
+    if told is not None:
+        name, shape = told
         if name in model.without_dims:
             raise ValueError(
                 f"optimizer=... puts {name}, which has no dims, into another group where it is held as a tensor of one "
