@@ -41,24 +41,16 @@ def export_model(
     named = {n.removeprefix(model.prefix): b for n, b in model.module.named_buffers() if n in present}
     buffers = {name: buffer for name, buffer in named.items() if name not in elsewhere}
     position = mesh.coordinates["pipeline"]
-    is_first = all(at == 0 for axis, at in mesh.coordinates.items() if axis != "pipeline")
     mine: tuple[int, _Shapes, _Shapes] | None = None
-    if is_first:
+    if mesh.is_first_of_stage:
         parameters = {
             stored: (tuple(whole_size(model, name, model.parameters[name])), model.parameters[name].dtype)
             for stored, name in reversed(own_names.items())
         }
         mine = position, parameters, {name: (tuple(b.shape), b.dtype) for name, b in buffers.items()}
-    shapes: dict[int, _Shapes] = {}
-    places: dict[str, int] = {}
-    for at, found, _ in sorted(part for part in ranks.on_all(mine) if part is not None):
-        shapes[at] = {name: shape for name, shape in found.items() if name not in places}
-        places |= dict.fromkeys(shapes[at], at)
-    for at, _, found in sorted(part for part in ranks.on_all(mine) if part is not None):
-        shapes[at] |= {name: shape for name, shape in found.items() if name not in places}
-        places |= dict.fromkeys(shapes[at], at)
-    every = {name: shape for at in sorted(shapes) for name, shape in shapes[at].items()}
-    begins = [next(iter(shapes[at])) for at in sorted(shapes) if shapes[at]]
+    shapes = _by_stage([part for part in ranks.on_all(mine) if part is not None])
+    every = {name: shape for held in shapes.values() for name, shape in held.items()}
+    begins = [next(iter(held)) for held in shapes.values() if held]
     files = WeightFiles(folder, cast(every, dtype), kind, begins=begins)
     ranks.from_first(files.begin)
 
@@ -68,16 +60,16 @@ def export_model(
                 own = own_names[name]
                 found = whole_rows(model, mesh, own, model.parameters[own].detach(), PIECE_BYTES)
                 yield from ((name, first, rows) for first, rows in found)
-            elif is_first:
+            elif mesh.is_first_of_stage:
                 yield name, 0, buffers[name]
 
     stage_ranks = [rank for rank in range(plan.degrees.num_devices) if plan.coordinates(rank)["pipeline"] == position]
     error: Exception | None = None
-    own_files = {file: names for file, names in files.files.items() if places[names[0]] == position}
+    own_files = {file: names for file, names in files.files.items() if names[0] in shapes[position]}
     for i, (file, names) in enumerate(own_files.items()):
         gathered = pieces(names)
         has_buffers = not own_names.keys() >= set(names)  # of which replicas have their own; the first one's count
-        is_writer = is_first if has_buffers else stage_ranks[i % len(stage_ranks)] == mesh.rank
+        is_writer = mesh.is_first_of_stage if has_buffers else stage_ranks[i % len(stage_ranks)] == mesh.rank
         if is_writer and error is None:
             try:
                 files.write(file, gathered)
@@ -93,3 +85,15 @@ def export_model(
     config: Any = getattr(stages[0].model if stages else model.model, "config", None)
     if mesh.rank == 0 and hasattr(config, "save_pretrained"):
         config.save_pretrained(folder)
+
+
+def _by_stage(told: list[tuple[int, _Shapes, _Shapes]]) -> dict[int, _Shapes]:
+    """Position in the pipeline, in order -> what is written there: its parameters, and its buffers, that no earlier one
+    has. told: (position, parameters, buffers) of each."""
+    stages = sorted(told, key=lambda stage: stage[0])
+    found: dict[int, _Shapes] = {at: {} for at, _, _ in stages}
+    known: set[str] = set()
+    for at, held in [*((at, own) for at, own, _ in stages), *((at, own) for at, _, own in stages)]:
+        found[at] |= {name: shape for name, shape in held.items() if name not in known}
+        known |= held.keys()
+    return found
