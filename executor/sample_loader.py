@@ -88,23 +88,35 @@ def shares(
             f"{type(given).__name__} gives its samples one after the other: shuffle=, lengths= and workers= need "
             "samples with numbers (__getitem__ and __len__); shuffle it yourself, by a seed, or read ahead in it"
         )
-    rest = iter(itertools.islice(given, taken // num_ranks if by_shard else taken, None))
+    if by_shard:
+        rank, num_ranks, taken, begins = 0, 1, taken // num_ranks, None
+    yield from map(collated, _in_turn(given, sizes, rank, num_ranks, taken, begins))
+
+
+def _in_turn(
+    samples: Iterable[Any],
+    sizes: Iterable[int],
+    rank: int,
+    num_ranks: int,
+    taken: int,
+    begins: Callable[[Any], None] | None,
+) -> Iterator[list[Any]]:
+    """The rank's samples of every global batch, of samples that come one after the other. sizes: of its shares."""
+    rest = itertools.islice(samples, taken, None)
     for number, own in enumerate(sizes):
-        each, first = (own, 0) if by_shard else (own * num_ranks, rank * own)
         found, mine = 0, list[Any]()
-        for place, sample in enumerate(itertools.islice(rest, each)):
-            if begins is not None and not by_shard and number == place == 0:
+        for sample in itertools.islice(rest, own * num_ranks):
+            if begins is not None and number == found == 0:
                 begins(sample)
-            found += 1
-            if first <= place < first + own:
+            if found // own == rank:
                 mine.append(sample)
-        if found == each:
-            yield collated(mine)
-            continue
-        if not number and not taken:
-            used_up = " (an iterator is used up after one epoch: give a function that makes one)" if not found else ""
-            raise ValueError(_too_few(f"{found} samples{used_up}", each))
-        return
+            found += 1
+        if found < own * num_ranks:
+            if not number and not taken:
+                used_up = "" if found else " (an iterator is used up after one epoch: give a function that makes one)"
+                raise ValueError(_too_few(f"{found} samples{used_up}", own * num_ranks))
+            return
+        yield mine
 
 
 def _starts(sizes: Iterable[int], num_ranks: int, taken: int, length: int) -> list[tuple[int, int]]:
