@@ -1,7 +1,7 @@
 """Forwards without backward under any plan: a model's outputs and its mean loss, in evaluation mode."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,14 +76,11 @@ class Forwards:
         if self._stages:
             self._through_stages(parts, found, wants_loss, look)
             return found
+        context = self._model.context
         for i, (args, kwargs, batch) in enumerate(parts):
             begins(i)
-            context = self._model.context
-            if context is None:
+            with context.whole_forward() if context is not None else nullcontext():
                 self._finish(self._model.module(*args, **kwargs), batch, found, wants_loss, look)
-            else:
-                with context.whole_forward():
-                    self._finish(self._model.module(*args, **kwargs), batch, found, wants_loss, look)
         _give_back(self._model.module)
         return found
 
