@@ -28,6 +28,9 @@ from support.cli import run_plan, save_profile, small_profile, some_plan
 
 DEGREES = {"data_replicate", "data_shard", "tensor", "context", "expert", "pipeline", "virtual_stages"}
 
+QUICK = ("--gpus", "2", "--pin", "fsdp=2")
+"""Words of a search that ends at once, where any plan will do."""
+
 
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -85,8 +88,8 @@ def test_a_file_called_compare_is_a_model_where_nothing_else_is_named(tmp_path: 
     assert route(["compare", "--gpus", "8"])[0] == ""
     assert route(["compare", "model.py", "--gpus", "8"])[0] == "compare"
     assert route(["compare", "--help"])[0] == "compare"
-    assert run_plan("compare", "--gpus", "2", "--quiet") == 0
-    assert run_plan("./compare", "--gpus", "2", "--quiet") == 0
+    assert run_plan("compare", *QUICK, "--quiet") == 0
+    assert run_plan("./compare", *QUICK, "--quiet") == 0
     assert load_plan(Path("plan.json")).degrees.num_devices == 2
 
 
@@ -323,7 +326,7 @@ def test_a_mistake_of_ours_is_not_called_bad_input(saved: str, mistake: Any, mon
 def test_an_old_plan_is_replaced(saved: str) -> None:
     some_plan(shard=8).save(Path("plan.json"))
 
-    assert run_plan(saved, "--gpus", "2", "--quiet") == 0
+    assert run_plan(saved, *QUICK, "--quiet") == 0
     assert load_plan(Path("plan.json")).degrees.num_devices == 2
 
 
@@ -370,7 +373,7 @@ def test_a_part_that_the_model_has_not_is_named_with_those_it_has(
 def test_a_cluster_file_says_how_many_gpus(saved: str, tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text('[[hosts]]\ncount = 2\ndevice = "a100-80gb"\ngpus = 4\n')
 
-    assert run_plan(saved, "--cluster", "cluster.toml", "--quiet") == 0
+    assert run_plan(saved, "--cluster", "cluster.toml", "--pin", "fsdp=8", "--quiet") == 0
     assert load_plan(Path("plan.json")).cluster.num_hosts == 2
     assert run_plan(saved, "--cluster", "cluster.toml", "--gpus", "4") == 2
 
@@ -394,7 +397,7 @@ def test_gpus_that_are_here_are_used(
 ) -> None:
     monkeypatch.setattr(inputs, "local_gpus", lambda: here)
 
-    assert run_plan(saved, *words, "--quiet") == 0
+    assert run_plan(saved, *words, "--pin", "fsdp=8", "--quiet") == 0
     assert assumed in " ".join(capsys.readouterr().out.split())
     assert load_plan(Path("plan.json")).cluster.device.name == device
 
@@ -426,7 +429,7 @@ def test_memory_is_left_free_for_a_risk_where_it_is_known() -> None:
 
 
 def test_show_prints_a_saved_plan_again(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run_plan(saved, "--gpus", "8", "--quiet")
+    run_plan(saved, *QUICK, "--quiet")
     capsys.readouterr()
 
     assert run_plan("show", "plan.json") == 0
@@ -568,7 +571,7 @@ def test_verify_reports_and_its_exit_code_says_whether_numbers_agree(
 @pytest.mark.parametrize("command", slow.but(["plan", "report", "sweep", "compare"], {"sweep", "compare"}))
 def test_quiet_leaves_out_tables_where_it_says_so(saved: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     machine = ("--gpus", "2", "--device", "h100-80gb", "-b", "8", "--time-limit", "2")
-    assert run_plan(saved, *machine, "-q") == 0
+    assert run_plan(saved, *machine, "--pin", "fsdp=2", "-q") == 0
     told = capsys.readouterr().out
     if command != "plan":
         given = ("plan.json", "--model", saved) if command == "report" else (saved, *machine)
@@ -582,7 +585,7 @@ def test_quiet_leaves_out_tables_where_it_says_so(saved: str, command: str, caps
 
 
 def test_a_plan_may_go_nowhere(saved: str) -> None:
-    assert run_plan(saved, "--gpus", "2", "--device", "h100-80gb", "-b", "8", "-q", "-o", "/dev/null") == 0
+    assert run_plan(saved, *QUICK, "--device", "h100-80gb", "-b", "8", "-q", "-o", "/dev/null") == 0
 
     assert not Path("plan.json").exists()
 
@@ -749,8 +752,8 @@ def test_help_lists_every_command_once(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_plan_plan_is_plan(saved: str) -> None:
-    assert run_plan("plan", saved, "--gpus", "2", "-q", "-o", "long.json") == 0
-    assert run_plan(saved, "--gpus", "2", "-q") == 0
+    assert run_plan("plan", saved, *QUICK, "-q", "-o", "long.json") == 0
+    assert run_plan(saved, *QUICK, "-q") == 0
 
     assert load_plan(Path("long.json")).stages == load_plan(Path("plan.json")).stages
 
@@ -766,7 +769,7 @@ def test_completion_names_commands(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_every_command_speaks_json(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_plan(saved, "--gpus", "2", "-q", "--device", "h100-80gb", "--pin", "fsdp=2") == 0
+    assert run_plan(saved, *QUICK, "-q", "--device", "h100-80gb") == 0
     capsys.readouterr()
     for words in (
         ["devices"],

@@ -659,6 +659,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_profile(tmp_path_factory.mktemp("explain"))
 
 
+def some_saved(model: Path, folder: Path) -> tuple[str, ...]:
+    """Words that name a saved plan for 8 GPUs, and its model."""
+    some_plan(shard=8).save(folder / "plan.json")
+    return str(folder / "plan.json"), "--model", str(model)
+
+
 def test_explain_answers_for_a_saved_plan_and_for_a_model_alike(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -684,17 +690,19 @@ def test_explain_prints_the_questions_and_what_is_no_candidate(model: Path, caps
     assert "Excluded by rule" in shown
 
 
-def test_explain_names_the_flag_of_a_wrong_word(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_plan("explain", str(model), "--gpus", "8", "--why-not", "tp=x") == 2
+def test_explain_names_the_flag_of_a_wrong_word(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_plan("explain", *some_saved(model, tmp_path), "--why-not", "tp=x") == 2
 
     assert "--why-not 'tp=x'" in capsys.readouterr().err
 
 
 def test_a_layout_of_other_gpus_is_illegal_and_the_next_is_answered(
-    model: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ("--why-not", "tp=3", "--why-not", "pp=2 v=3 schedule=zb-h1", "--why-not", "ddp")
-    assert run_plan("explain", str(model), "--gpus", "8", *asked, "--json") == 0
+    assert run_plan("explain", *some_saved(model, tmp_path), *asked, "--json") == 0
 
     first, _, last = json.loads(capsys.readouterr().out)["why_not"]
     assert (first["kind"], first["sentence"]) == (
@@ -780,15 +788,11 @@ def test_the_short_flags_of_plan_reach_the_plan(model: Path, tmp_path: Path) -> 
     assert {layer["recompute"] for layer in plan["stages"][0]["layers"]} == {"full"}
 
 
-def saved(model: Path, target: Path, *flags: str) -> Path:
-    batch = () if "-b" in flags else ("-b", "64")
-    assert run_plan(str(model), *batch, *flags, "-o", str(target), "-q") == 0
-    return target
-
-
 def test_another_plan_is_answered_as_it_stands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = saved(model, tmp_path / "plan.json", "--gpus", "8")
-    other = saved(model, tmp_path / "other.json", "--gpus", "8", "--pin", "tensor=8", "--recompute", "full")
+    plan, other = tmp_path / "plan.json", tmp_path / "other.json"
+    for target, pins in ((plan, ("fsdp=8",)), (other, ("tensor=8", "recompute=full"))):
+        flags = [word for pin in pins for word in ("--pin", pin)]
+        assert run_plan(str(model), "--gpus", "8", *flags, "-o", str(target), "-q") == 0
     capsys.readouterr()
 
     assert run_plan("explain", str(plan), "--model", str(model), "--why-not", str(other), "--json") == 0
@@ -811,16 +815,18 @@ def test_another_plan_over_memory_is_told_its_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [(("--gpus", "4"), "is for 4 GPUs, the plan for 8"), (("--gpus", "8", "-b", "32"), "takes 32 samples a step")],
+    ("other", "sentence"),
+    [
+        (some_plan(shard=4, micro_batches=8), "is for 4 GPUs, the plan for 8"),
+        (some_plan(shard=8, micro_batches=5), "takes 40 samples a step"),
+    ],
 )
 def test_plans_that_do_not_compare_are_refused(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], sentence: str
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], other: Plan, sentence: str
 ) -> None:
-    plan = saved(model, tmp_path / "plan.json", "--gpus", "8")
-    other = saved(model, tmp_path / "other.json", *flags)
+    other.save(tmp_path / "other.json")
 
-    assert run_plan("explain", str(plan), "--model", str(model), "--why-not", str(other)) == 2
+    assert run_plan("explain", *some_saved(model, tmp_path), "--why-not", str(tmp_path / "other.json")) == 2
 
     assert sentence in " ".join(capsys.readouterr().err.split())
 
