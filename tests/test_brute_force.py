@@ -17,9 +17,7 @@ from meshwright.planner.plan.schedules import Schedule, is_chunked
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space
 from support import slow
-
-FEW = list(instances(60, most_plans=250))
-"""Instances that a test can enumerate."""
+from support.instances import FEW
 
 
 @pytest.mark.parametrize("asked", slow.but_first(FEW, 3), ids=lambda asked: str(asked.seed))

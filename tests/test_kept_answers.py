@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.planning_time.brute_force import every_plan, instances
+from benchmarks.planning_time.brute_force import every_plan
 from benchmarks.planning_time.instances import Instance, chunked_instance
 from meshwright import planner
 from meshwright.planner.answers.search import price_setup
@@ -34,11 +34,12 @@ from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import Bytes, ModelProfile
 from meshwright.profiler.model.trace import trace
 from support import slow
+from support.instances import FEW
 from support.mixtures import mixture_on
 
 GPT = Path(__file__).parent.parent / "benchmarks" / "models" / "gpt.py"
 
-ASKED = list(instances(40, most_plans=250))
+ASKED = FEW[:40]
 INTERLEAVED = [chunked_instance(seed, "interleaved", memory) for seed in range(3) for memory in (2e9, 3e9)]
 """Ranks of several stages, some of which must be run again."""
 

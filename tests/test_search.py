@@ -98,7 +98,7 @@ def small(seed: int) -> bool:
     return len(model.layers) <= 3 and math.prod(ways) <= 12
 
 
-BRUTE_SEEDS = [seed for seed in range(1000) if small(seed)][:20]
+BRUTE_SEEDS = list(itertools.islice(filter(small, itertools.count()), 20))
 """Few: test_brute_force.py has more, of more kinds."""
 
 
