@@ -104,7 +104,7 @@ class State(ModelState):
             for kind, tensor in tensors[p.own_name].items()
             for box in self._optimizer_boxes(f"optimizer.{p.name}.{kind}", p, tensor)
         ]
-        writes_buffers = self._mesh.data_rank == 0 and self._mesh.is_first_of_share
+        writes_buffers = self._mesh.is_first_of_stage
         buffers = self._buffers()
         mine = {name for name in buffers if writes_buffers and name not in elsewhere}
         for name, extra in extras.items():
@@ -128,7 +128,7 @@ class State(ModelState):
         states = {name: loader_state(name, source) for name, source in loaders.items()}  # on all: each may raise
         if self._mesh.is_first_of_share and stage == 0:
             found |= {f"loader.{name}.{self._mesh.data_rank}": state for name, state in states.items()}
-        if (self._mesh.is_first_of_share and self._mesh.data_rank == 0) or self._whole is not None:
+        if self._mesh.is_first_of_stage or self._whole is not None:
             _, scalars = self._optimizer_state()
             owner = "" if self._whole is None else f".{self._mesh.rank}"
             found[f"optimizer.stage{stage}{owner}"] = {"scalars": scalars, "groups": self._groups()}
