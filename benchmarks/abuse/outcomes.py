@@ -22,6 +22,9 @@ from .generate import Tree, draw, loaded
 
 RANKS = 4
 GLOBAL_BATCH = 16
+TRIES = 60
+"""Smaller trees that are looked at for the least one that still fails."""
+
 _SEARCH_S = 10.0
 
 Kind = Literal["verified", "refused", "failed", "different", "traceback"]
@@ -172,17 +175,16 @@ def _narrower(outcome: Outcome, found: SearchResult, opened: SearchResult) -> Ou
     return outcome
 
 
-def shrunken(outcome: Outcome, same: Callable[[Outcome], bool] | None = None, tries: int = 60) -> Outcome:
-    """The least tree in which the same kind of failure is left. same: whether an outcome counts as the same."""
-    alike = same or (lambda other: other.kind == outcome.kind)
-    least = outcome
+def shrunken(outcome: Outcome) -> Outcome:
+    """The least tree in which the same kind of failure is left."""
+    least, tries = outcome, TRIES
     progress = True
     while progress and tries > 0:
         progress = False
         for smaller in _smaller(least.tree):
             tries -= 1
             found = _again(smaller, least.pins)
-            if alike(found):
+            if found.kind == outcome.kind:
                 least, progress = found, True
                 break
             if tries <= 0:

@@ -86,11 +86,11 @@ def closed_form_rows(sources: Sequence[Path]) -> list[dict[str, Any]]:
     return rows
 
 
-def counted_rows(models: Mapping[str, LoadedModel], dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
+def counted_rows(models: Mapping[str, LoadedModel]) -> list[dict[str, Any]]:
     """Models by name, run on real tensors under torch's counter."""
     rows = []
     for name, loaded in models.items():
-        module, batch = reality.build(loaded, dtype), reality.batch_of(loaded, SIZE, dtype)
+        module, batch = reality.build(loaded, torch.float32), reality.batch_of(loaded, SIZE, torch.float32)
         rows.append(_row(name, flops(cases.profile_of(loaded), SIZE), reality.flops(loaded, module, batch)))
     return rows
 

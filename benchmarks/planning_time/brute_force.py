@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import chain, combinations, pairwise, permutations, product
+from itertools import chain, combinations, count, islice, pairwise, permutations, product
 from pathlib import Path
 from typing import get_args
 
@@ -338,15 +338,10 @@ def _recomputes(asked: Instance) -> list[tuple[Recompute, ...]]:
     return found
 
 
-def instances(count: int, most_plans: int, first: int = 0) -> Iterator[Instance]:
+def instances(number: int, most_plans: int) -> Iterator[Instance]:
     """So many instances with no more plans than that."""
-    seed = first
-    while count:
-        asked = instance(seed)
-        seed += 1
-        if FEWEST_PLANS <= num_plans(asked, most_plans) <= most_plans:
-            count -= 1
-            yield asked
+    drawn = map(instance, count())
+    return islice((each for each in drawn if FEWEST_PLANS <= num_plans(each, most_plans) <= most_plans), number)
 
 
 _USES = {

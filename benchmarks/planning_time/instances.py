@@ -119,25 +119,19 @@ def _parts(draw: random.Random) -> list[Part]:
     ]
 
 
-def chunked_instance(
-    seed: int, schedule: Schedule, memory: float, parts: bool = False, num_layers: int = 8
-) -> Instance:
+def chunked_instance(seed: int, schedule: Schedule, memory: float, num_layers: int = 8) -> Instance:
     """A chain of layers of 3 classes in two stages on each of two devices, one where the schedule has no chunks; of 8
-    there are more cuts than the search lists. parts: layers have some, which may be recomputed."""
+    there are more cuts than the search lists."""
     draw = random.Random(seed)
     classes = [_layer_class(draw, f"c{i}") for i in range(3)]
     order = [draw.randrange(len(classes)) for _ in range(num_layers)]
     device = _device(draw).model_copy(update={"memory": memory})
     group = HostGroup(count=1, devices_per_host=2, device=device, link=device.link)
     virtual = 2 if schedule in ("interleaved", "zb-v") else None
-    pins = Pins(pipeline=2, schedule=schedule, virtual_stages=virtual, micro_batch=1, parts=parts)
-    chain = _chain(draw, classes, order)
-    if parts:
-        classes = [with_parts(each, _parts(draw)) for each in chain.classes]
-        chain = chain.model_copy(update={"classes": tuple(classes)})
+    pins = Pins(pipeline=2, schedule=schedule, virtual_stages=virtual, micro_batch=1)
     return Instance(
         seed,
-        chain,
+        _chain(draw, classes, order),
         ClusterSpec(name="1 x 2", hosts=(group,), network=device.network),
         TrainingSpec(global_batch=4, seq_len=SEQ_LEN, memory_margin=0.0),
         pins,

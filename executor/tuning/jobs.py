@@ -41,6 +41,9 @@ _IMPORTS_S = 30.0
 _SETTLE_S = 12.0
 """How long the trainer's watch may take to say who hangs, beyond a step's limit."""
 
+_ENDING_S = 10.0
+"""How long a job that is done may take to end by itself."""
+
 _TOKEN = "MESHWRIGHT_TUNE"
 """Environment variable by which the processes of a job are known."""
 
@@ -195,10 +198,10 @@ class LaunchedJob:
             return "\n".join(self._log.read_text(errors="replace").splitlines()[-_LAST_WORDS:])
         return ""
 
-    def ended(self, grace_s: float = 10.0) -> int:
+    def ended(self) -> int:
         """Wait for its end; the exit status."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(grace_s)
+            self._process.wait(_ENDING_S)
         self.end()
         return self._process.returncode
 

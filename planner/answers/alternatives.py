@@ -113,10 +113,10 @@ def of_other_families(candidates: Sequence[Candidate], plan: Plan, most: int = S
     return tuple(candidate for key, candidate in best.items() if key != family(plan.degrees))[:most]
 
 
-def shown(candidates: Sequence[Candidate], plan: Plan, most: int = SHOWN) -> tuple[Candidate, ...]:
+def shown(candidates: Sequence[Candidate], plan: Plan) -> tuple[Candidate, ...]:
     """What a terminal shows: the best of other families; where there are too few, other layouts, each once with its
     best choices."""
-    others = of_other_families(candidates, plan, most)
+    others = of_other_families(candidates, plan)
     kept = list(others)
     layouts = {c.plan.label for c in others if c.plan is not None}
     for c in sorted(candidates, key=lambda c: c.seconds):
@@ -124,7 +124,7 @@ def shown(candidates: Sequence[Candidate], plan: Plan, most: int = SHOWN) -> tup
             continue
         layouts.add(c.plan.label)
         kept.append(c)
-    return tuple(sorted(kept[:most], key=lambda c: c.seconds))
+    return tuple(sorted(kept[:SHOWN], key=lambda c: c.seconds))
 
 
 def in_words(candidate: Candidate, plan: Plan, found: Estimate) -> str:

@@ -23,6 +23,9 @@ from .why_not import best_of
 ALMOST = 0.999
 """A price is right to a tenth of a percent: only plans that are faster by more than that are looked for."""
 
+_PRICING_S = 30.0
+"""For all searches that price what more of each resource is worth at a point."""
+
 _NUMBERS = re.compile(r"(?: over)? \d+(?:x\d+)?(?: x \d+)?| \([^)]*\)| with sequence parallel")
 
 
@@ -136,14 +139,11 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def marginal_prices(point: Point, pins: Pins, seconds: float = 30.0) -> tuple[Price, ...]:
-    """What more of each resource is worth at a point, planned anew with it; most first. Empty where nothing fits.
-
-    seconds: for all searches together.
-    """
+def marginal_prices(point: Point, pins: Pins) -> tuple[Price, ...]:
+    """What more of each resource is worth at a point, planned anew with it; most first. Empty where nothing fits."""
     if point.result is None:
         return ()
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + _PRICING_S
     cluster = point.cluster
     known = [point.result.plan, *(each.plan for each in point.result.runners_up if each.plan is not None)]
     base_s = point.result.certificate.fastest_s

@@ -156,9 +156,9 @@ def random_class(
     )
 
 
-def with_attention(layer: LayerClass, heads: int, flops: float, queries: int = 512) -> LayerClass:
+def with_attention(layer: LayerClass, heads: int, flops: float) -> LayerClass:
     """The class with attention over its sequence."""
-    moved = Bytes(elements=per_sample(SEQ_LEN * 4 * queries))
+    moved = Bytes(elements=per_sample(SEQ_LEN * 4 * 512))
     parts: tuple[tuple[OpPart, float], ...] = (("forward", 1.0), ("backward_input", 2.5))
     attention = tuple(
         OpProfile(name="sdpa", module="", kind="attention", part=p, flops=per_sample(n * flops), moved=moved)
