@@ -19,6 +19,8 @@ from torch._subclasses import FakeTensor
 from torch.autograd.function import Function, once_differentiable
 from torch.utils._pytree import tree_map
 
+from .function_names import SIZES, UNCONCERNED, is_in_place, name_of
+
 
 class Ranks(Protocol):
     """The ranks that the classes are divided between, as one of them sees them."""
@@ -127,10 +129,10 @@ def _whole(leaf: Any) -> Any:
 
 
 def _followed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name = _name(func)
+    name = name_of(func)
     x = args[0] if args else kwargs.get("input")
     if isinstance(x, LogitShards):
-        if name in _SHAPE:
+        if name in SIZES:
             return _shape_answer(x, name, args, kwargs)
         if name == "cross_entropy":
             loss = _cross_entropy(x, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
@@ -142,7 +144,7 @@ def _followed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             dim = _dim_after(func, name, x, args, kwargs)
             if dim is not None:
                 return _run_here(func, name, x, dim, args, kwargs)
-    if name.endswith("__set__") or name == "__setitem__" or "out" in kwargs or _is_in_place(name):
+    if name.endswith("__set__") or name == "__setitem__" or "out" in kwargs or is_in_place(name):
         raise ValueError(
             f"{name} writes into logits whose classes are divided between tensor-parallel ranks, which the loss that "
             "was planned does not do; plan again with this loss"
@@ -344,33 +346,7 @@ def _own_classes(x: torch.Tensor, target: torch.Tensor, ranks: Ranks) -> tuple[t
     return own.masked_fill(elsewhere, 0).unsqueeze(1), elsewhere
 
 
-def _name(func: Callable[..., Any]) -> str:
-    name: str = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):
-        return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
-    return name
-
-
-def _is_in_place(name: str) -> bool:
-    if name.startswith("__i") and name.endswith("__"):
-        return name not in ("__index__", "__int__", "__invert__")
-    return name.endswith("_") and not name.endswith("__")
-
-
-_SHAPE = frozenset(("shape.__get__", "size", "numel", "nelement", "__len__"))
-
-_ANSWERS = frozenset(
-    f"{name}.__get__"
-    for name in (
-        "dtype", "device", "requires_grad", "grad_fn", "is_cuda", "is_cpu", "is_meta", "is_leaf", "layout", "ndim",
-        "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla", "is_xpu", "is_mps", "_version", "output_nr",
-        "is_sparse_csr", "is_mtia", "is_hpu", "is_vulkan", "is_maia", "itemsize", "retains_grad", "_base",
-    )
-) | frozenset(
-    ("is_floating_point", "is_complex", "element_size", "get_device", "is_contiguous", "dim", "ndimension", "__hash__",
-     "untyped_storage", "register_hook", "retain_grad", "_is_view", "is_inference", "is_tensor", "is_signed",
-     "record_stream", "is_conj", "is_neg", "_is_zerotensor", "_typed_storage", "data_ptr", "stride", "storage_offset")
-)  # fmt: skip
+_ANSWERS = UNCONCERNED | {"register_hook"}
 """Functions that say, or do, nothing that the number of classes matters for."""
 
 _VIEWS = frozenset(("view", "reshape", "flatten"))

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from .function_names import SIZES, UNCONCERNED, is_in_place, name_of
 from .own_code import is_own
 from .producers import is_wrapped, unwrapped
 from .token_marks import (
@@ -84,7 +85,7 @@ class TokenSlices(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run `func` on what is here."""
-        name = _name(func)
+        name = name_of(func)
         args, kwargs = _by_position(name, args, kwargs or {})
         marks = [mark for x in _tensors(args, kwargs) if (mark := mark_of(x)) is not None]
         if not marks:
@@ -136,13 +137,6 @@ def _begins(name: str, whole: torch.Tensor) -> bool:
     return whole.ndim > 2 if name == "linear" else not whole.is_floating_point()
 
 
-def _name(func: Callable[..., Any]) -> str:
-    name: str = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):
-        return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
-    return name
-
-
 def _by_position(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a call, of which rules find the first ones by their places, however the model gives them."""
     first = _FIRST.get(name, ("input",))[len(args) :]
@@ -181,7 +175,7 @@ def _dim(dim: int, ndim: int) -> int:
 
 def _of_shares(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is linear in shares is a share."""
-    if name in _SHAPES or name == "register_hook":
+    if name in SIZES or name == "register_hook":
         return func(*args, **kwargs)
     plain = name.strip("_")
     if name.startswith("__") and plain[0] in "ir":
@@ -221,18 +215,13 @@ def _pointwise(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) 
     if any(place != behind or not other.same_tokens(held) for other, place in found):
         raise _refuse(name, "joins tensors that hold different tokens, or pairs tokens with each other")
     ndim = max(_ndim(x) for x in given)
-    in_place = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
-    if in_place and _held(args[0]) is None:
+    if is_in_place(name) and _held(args[0]) is None:
         raise _refuse(name, "writes tokens into a tensor that is whole")
 
     def own(x: Any) -> Any:
         return _like(x, held, behind, name) if isinstance(x, torch.Tensor) else x
 
-    output = func(*map(own, args), **{key: own(x) for key, x in kwargs.items()})
-    for x in output if isinstance(output, tuple | list) else [output]:
-        if isinstance(x, torch.Tensor):
-            set_mark(x, held.at(ndim + behind))
-    return output
+    return _marked(func(*map(own, args), **{key: own(x) for key, x in kwargs.items()}), held.at(ndim + behind))
 
 
 def _cast(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -639,19 +628,10 @@ def _attention(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) 
     return set_mark(output, first)
 
 
-_BLIND = frozenset(
-    f"{name}.__get__"
-    for name in (
-        "dtype", "device", "requires_grad", "grad_fn", "grad", "is_cuda", "is_cpu", "is_meta", "is_leaf", "layout",
-        "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla", "is_xpu", "is_mps", "_version", "names",
-        "output_nr", "is_sparse_csr", "is_mtia", "is_hpu", "is_vulkan", "is_maia", "itemsize", "retains_grad", "_base",
-    )
-) | frozenset(
-    ("is_floating_point", "is_complex", "element_size", "get_device", "is_contiguous", "stride", "data_ptr", "dim",
-     "ndimension", "storage_offset", "untyped_storage", "retain_grad", "requires_grad_", "_is_view",
-     "is_inference", "requires_grad.__set__", "ndim.__get__", "__hash__", "is_tensor", "is_same_size", "is_signed",
-     "record_stream", "is_conj", "is_neg", "_is_zerotensor", "_typed_storage", "__repr__", "_set_grad_enabled")
-)  # fmt: skip
+_BLIND = UNCONCERNED | {
+    *("grad.__get__", "names.__get__", "requires_grad.__set__", "requires_grad_", "is_same_size", "__repr__"),
+    "_set_grad_enabled",
+}
 """Functions that say nothing of tokens."""
 
 _FIRST = {
@@ -667,8 +647,6 @@ _FIRST = {
     "true_divide": ("input", "other"),
 }
 """What the first arguments of functions are called, where it is not the input alone."""
-
-_SHAPES = ("shape.__get__", "size", "numel", "nelement", "__len__")
 
 _LINEAR = frozenset(
     ("add", "sub", "subtract", "neg", "negative", "to", "float", "double", "bfloat16", "half", "type", "clone",
@@ -705,7 +683,7 @@ def _table() -> dict[str, Rule]:
         for form in (name, f"{name}_", f"__{name}__", f"__i{name}__", f"__r{name}__"):
             found[form] = _pointwise
     groups: dict[Rule, str] = {
-        _shape: " ".join(_SHAPES),
+        _shape: " ".join(SIZES),
         _cast: "to type type_as",
         _by_itself: "softmax log_softmax layer_norm rms_norm normalize cumsum topk sort argsort softmin glu",
         _reduction: "sum mean amax amin argmax argmin logsumexp all any prod var std norm max min",
