@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -29,7 +30,14 @@ from meshwright.planner.answers.guidance import (
     no_candidates,
     rules_of_thumb,
 )
-from meshwright.planner.answers.search import InfeasibleError, SolverError, pins_of, price_setup, search
+from meshwright.planner.answers.search import (
+    InfeasibleError,
+    SearchResult,
+    SolverError,
+    pins_of,
+    price_setup,
+    search,
+)
 from meshwright.planner.answers.sweep import (
     Point,
     changes_of_kind,
@@ -70,6 +78,13 @@ def chain(parameters: int = 10_000_000, heads: int = 4, layers: int = 4) -> Mode
 
 def job(batch: int = BATCH) -> TrainingSpec:
     return TrainingSpec(global_batch=batch, seq_len=64, memory_margin=0.0)
+
+
+@cache
+def short_of_memory(memory: float, layers: int = 4, heads: int = 4) -> tuple[ModelProfile, ClusterSpec, SearchResult]:
+    """A model of 100M parameters a layer on 8 devices of little memory, and the plan for them."""
+    model, on = chain(100_000_000, heads, layers), cluster(1, 8, device(memory=memory))
+    return model, on, search(model, on, job())
 
 
 def num_shapes(pins: Pins, on: ClusterSpec | None = None) -> tuple[int, int]:
@@ -305,9 +320,8 @@ def test_a_set_up_is_told_the_same_rule_by_all_that_refuse_it(text: str, rule: s
     """The rule that excludes the layout which was asked for, not one of those nearby that have as few of its words."""
     model, on, training = chain(), cluster(1, 8), job(12)
     setup = parse_setup(text, on.num_devices, on.devices_per_host)
-    plan, found = search(model, on, training).plan, Mock()
 
-    answered = why_not_setup(Explorer(model, on, training), setup, plan, found)
+    answered = why_not_setup(Explorer(model, on, training), setup, Mock(), Mock())
 
     assert answered.sentence == f"{text} is not legal: {rule}"
     assert price_setup(setup, model, on, training).verdict.detail == rule
@@ -401,8 +415,7 @@ def test_the_plan_itself_is_recognised(planned: tuple[Plan, Estimate]) -> None:
 
 
 def test_a_set_up_over_memory_is_answered_by_how_much_and_where() -> None:
-    model, on = chain(parameters=100_000_000), cluster(1, 8, device(memory=2.5e9))
-    result = search(model, on, job())
+    model, on, result = short_of_memory(2.5e9)
 
     found = answer("ddp", model, on, result.plan, result.estimate)
 
@@ -432,8 +445,7 @@ def test_data_ranks_that_nothing_is_said_of_are_replicas_and_shards_of_them_are_
 
 @pytest.mark.parametrize(("setup", "where"), [("pp=2", "stage 0"), ("pp=2 v=2", "pipeline rank 0")])
 def test_the_stage_that_is_over_memory_is_named_with_what_it_holds(setup: str, where: str) -> None:
-    model, on = chain(parameters=100_000_000, layers=8), cluster(1, 8, device(memory=3e9))
-    result = search(model, on, job())
+    model, on, result = short_of_memory(3e9, layers=8)
 
     found = answer(setup, model, on, result.plan, result.estimate)
     alone = closest_plan(Explorer(model, on, job()), read_pins(setup.split()))
@@ -467,8 +479,8 @@ def test_of_a_framework_s_attempts_the_first_that_fits_is_meant() -> None:
 # The questions
 
 
-def walked(model: ModelProfile, on: ClusterSpec) -> tuple[Plan, dict[str, Step]]:
-    result = search(model, on, job())
+def walked(model: ModelProfile, on: ClusterSpec, result: SearchResult | None = None) -> tuple[Plan, dict[str, Step]]:
+    result = result or search(model, on, job())
     return result.plan, {step.question.asks: step for step in walk(result.plan, result.estimate, model)}
 
 
@@ -483,7 +495,7 @@ def test_a_small_model_is_told_to_replicate_and_the_walk_ends_there() -> None:
 
 @pytest.mark.slow
 def test_a_large_model_is_asked_for_shards_and_tensor_parallelism() -> None:
-    _, steps = walked(chain(parameters=100_000_000, heads=8), cluster(1, 8, device(memory=2.5e9)))
+    _, steps = walked(*short_of_memory(2.5e9, heads=8))
 
     assert not steps[ONE_GPU.asks].yes
     assert "may use 2.33 GiB" in steps[ONE_GPU.asks].numbers
@@ -513,7 +525,7 @@ def test_context_ranks_make_no_model_fit_on_one_gpu() -> None:
 
 
 def test_advice_that_the_plan_does_not_follow_is_priced() -> None:
-    _, steps = walked(chain(parameters=100_000_000, heads=8), cluster(1, 8, device(memory=2.5e9)))
+    _, steps = walked(*short_of_memory(2.5e9, heads=8))
 
     verdicts = [step for step in steps.values() if step.agrees is False]
     assert verdicts
@@ -547,8 +559,14 @@ def points_of(counts: tuple[int, ...], memory: float = 80e9) -> tuple[Point, ...
     return sweep([(model, cluster(1, count, device(memory=memory)), job()) for count in counts], Pins())
 
 
-def test_a_point_costs_its_gpus_hours_by_its_tokens() -> None:
+@cache
+def point_of_four_gpus() -> Point:
     (point,) = points_of((4,))
+    return point
+
+
+def test_a_point_costs_its_gpus_hours_by_its_tokens() -> None:
+    point = point_of_four_gpus()
 
     assert point.result is not None
     hours = point.result.estimate.step_time_s / 3600
@@ -603,7 +621,7 @@ def test_more_of_a_resource_never_makes_the_step_longer_and_twice_the_compute_le
 
 
 def test_what_the_choice_gives_away_for_simplicity_is_no_worth_of_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    (point,) = points_of((4,))
+    point = point_of_four_gpus()
     assert point.result is not None
     fastest_s = 0.99 * point.result.estimate.step_time_s
     certificate = point.result.certificate.model_copy(update={"fastest_s": fastest_s})
@@ -618,7 +636,7 @@ def test_what_the_choice_gives_away_for_simplicity_is_no_worth_of_more_memory(mo
 
 
 def test_a_choice_is_robust_or_says_what_overtakes_it() -> None:
-    (point,) = points_of((4,))
+    point = point_of_four_gpus()
 
     assert robustness(point).startswith(("robust: ", "not the best everywhere within +-20%: with "))
 
@@ -804,8 +822,7 @@ def test_another_plan_is_answered_as_it_stands(model: Path, tmp_path: Path, caps
 
 
 def test_another_plan_over_memory_is_told_its_stage() -> None:
-    model, on = chain(parameters=100_000_000), cluster(1, 8, device(memory=2.5e9))
-    result = search(model, on, job())
+    model, on, result = short_of_memory(2.5e9)
     roomy = search(model, cluster(1, 8), job(), pins=Pins(data_shard=1, tensor=1, pipeline=1)).plan
 
     found = why_not_plan(Explorer(model, on, job()), "other.json", roomy, result.plan, result.estimate)

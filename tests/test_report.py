@@ -667,12 +667,17 @@ def test_a_comparison_is_drawn_as_png(comparison: Comparison, tmp_path: Path) ->
 
 def test_what_shows_plans_imports_rich_only_then(tmp_path: Path) -> None:
     some_plan(shard=4).save(tmp_path / "plan.json")
-    code = (
-        "from pathlib import Path\nfrom meshwright.planner.plan.document import load_plan\nload_plan(Path('plan.json'))"
-    )
+    code = """
+import sys
+from pathlib import Path
+from meshwright.planner.plan.document import load_plan
+plan = load_plan(Path("plan.json"))
+plan._repr_html_()
+assert "rich" not in sys.modules
+plan.__rich__()
+"""
 
-    assert "rich" not in modules_after(f"{code}._repr_html_()", tmp_path)
-    assert "rich.table" in modules_after(f"{code}.__rich__()", tmp_path)
+    assert "rich.table" in modules_after(code, tmp_path)
 
 
 @pytest.fixture(scope="module")
