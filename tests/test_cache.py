@@ -336,13 +336,17 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return traced
 
 
+PLANNED = ["model.py", "--gpus", "2", "--setup", "ddp"]
+"""Words that have the model profiled, and no search."""
+
+
 def test_the_terminal_says_that_a_profile_was_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     traced = counted(monkeypatch)
-    assert run_plan("model.py", "--gpus", "2") == 0
+    assert run_plan(*PLANNED) == 0
     assert "--no-cache" not in capsys.readouterr().err
-    assert run_plan("model.py", "--gpus", "2") == 0
+    assert run_plan(*PLANNED) == 0
     said = capsys.readouterr().err
     assert run_plan("profile", "model.py", "-q") == 0
     assert run_plan("compare", "model.py", "--gpus", "2", "--setup", "ddp", "--json") == 0
@@ -352,7 +356,7 @@ def test_the_terminal_says_that_a_profile_was_kept(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("words", slow.but_first([["model.py", "--gpus", "2"], ["profile", "model.py"]], 1))
+@pytest.mark.parametrize("words", slow.but_first([PLANNED, ["profile", "model.py"]], 1))
 def test_no_cache_profiles_anew_and_keeps_nothing(
     words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,7 +372,7 @@ def test_off_keeps_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setenv("MESHWRIGHT_CACHE", "off")
     traced = counted(monkeypatch)
 
-    assert [run_plan("model.py", "--gpus", "2") for _ in range(2)] == [0, 0]
+    assert [run_plan(*PLANNED) for _ in range(2)] == [0, 0]
 
     assert traced == ["model", "model"]
     assert not folder.exists()
@@ -380,7 +384,7 @@ def test_a_folder_that_cannot_be_written_costs_one_line(
 ) -> None:
     (tmp_path / "cache").touch()
 
-    assert run_plan("model.py", "--gpus", "2") == 0
+    assert run_plan(*PLANNED) == 0
 
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
