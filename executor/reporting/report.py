@@ -318,11 +318,15 @@ def _axis_row(plan: Plan, axis: GroupAxis, members: list[int], hosts: int) -> Ax
     return AxisRow(axis, len(members), first_group, where)
 
 
+def _without_proof(plan: Plan) -> str:
+    return "this plan was " + ("not searched for" if plan.measured is None else "chosen for what it measured")
+
+
 def certificate_line(plan: Plan) -> str:
     """What was proven, in a line."""
     certificate = plan.certificate
     if certificate is None:
-        return "no certificate: this plan was not searched for"
+        return f"no certificate: {_without_proof(plan)}"
     shapes = certificate.shapes
     faster = 1.0 - certificate.bound / certificate.step_s
     if faster < 0.00005:
@@ -360,7 +364,7 @@ def proof_sentence(plan: Plan) -> str:
     """What was proven, in a sentence."""
     certificate = plan.certificate
     if certificate is None:
-        return "none: this plan was not searched for"
+        return f"none: {_without_proof(plan)}"
     shapes, seconds = certificate.shapes["total"], format_seconds(certificate.search_seconds)
     looked = f"of {shapes:,} layouts, in {seconds}"
     faster = 1.0 - certificate.bound / certificate.step_s

@@ -21,7 +21,7 @@ from ..plan.making import make_plan, shape_of
 from ..plan.not_run import priced_mark
 from ..plan.shape import Cuts, LayerOption, Shape
 from .candidate import Candidate
-from .explain import compared
+from .explain import compared, unless_measured
 from .verdict import THE_PLAN, Verdict, VerdictKind
 
 SHOWN = 3
@@ -198,7 +198,8 @@ def _restored(each: Alternative, plan: Plan, found: Estimate, profile: ModelProf
     before = None if plan.prediction is None else plan.prediction.step_time_s
     if not (_agree(priced.step_time_s, each.step_time_s) and _agree(found.step_time_s, before)):
         the_plan = verdict.kind is VerdictKind.PLAN
-        verdict = THE_PLAN if the_plan else compared(priced, found).noted(priced_mark(other))
+        beside = compared(priced, found, unless_measured(plan.measured))
+        verdict = THE_PLAN if the_plan else beside.noted(priced_mark(other))
     return Candidate(each.label, other, priced, verdict, priced.step_time_s, each.by_rule)
 
 

@@ -8,7 +8,7 @@ from ..cost.bands import is_cpu
 from ..cost.estimate import Estimate
 from ..cost.software import load_software
 from ..cost.stage_models import stage_kinds
-from ..plan.document import Plan, Recompute, parts_in_words
+from ..plan.document import MeasuredPlan, Plan, Recompute, parts_in_words
 from ..plan.layer_counts import blocks_at, parts_kinds, recompute_shares
 from ..plan.making import shape_of
 from .verdict import Verdict, VerdictKind
@@ -69,6 +69,13 @@ def compared(other: Estimate, best: Estimate, why_not: str | None = None) -> Ver
         simpler = "less simple or with less memory to spare" if needs_more else "less simple"
         return Verdict(VerdictKind.FASTER, why_not or simpler, ratio)
     return Verdict(VerdictKind.SLOWER, _trade(other, best), ratio)
+
+
+def unless_measured(measured: MeasuredPlan | None, why_not: str | None = None) -> str | None:
+    """Why what is predicted to be faster than a plan is not the plan; of a tuned one, what it took."""
+    if measured is None:
+        return why_not
+    return f"by prediction: the plan was chosen for what it measured, {format_seconds(measured.step_time_s)}"
 
 
 def _trade(other: Estimate, best: Estimate) -> str:

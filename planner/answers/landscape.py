@@ -14,7 +14,7 @@ from ..plan.pins import Pins
 from ..solve.explore import Explorer
 from .alternatives import ordered, restored
 from .candidate import Candidate
-from .explain import compared
+from .explain import compared, unless_measured
 from .guidance import named_rules, rules_of_thumb
 from .verdict import THE_PLAN, VerdictKind
 from .why_not import best_of, followed
@@ -40,7 +40,7 @@ def _beside(candidate: Candidate, plan: Plan, found: Estimate) -> Candidate:
     """What a rule leads to with its verdict beside the plan."""
     if candidate.plan is None or candidate.estimate is None:
         return candidate
-    verdict = compared(candidate.estimate, found, _WHY_NOT)
+    verdict = compared(candidate.estimate, found, unless_measured(plan.measured, _WHY_NOT))
     same = shape_of(candidate.plan).layout == shape_of(plan).layout and verdict.kind is VerdictKind.AS_FAST
     return replace(candidate, verdict=THE_PLAN if same else verdict)
 
@@ -73,18 +73,19 @@ def landscape(
         if other is not None and shape_of(other[0]).layout not in layouts:
             layouts.add(shape_of(other[0]).layout)
             seen.add(_identity(other[0]))
-            yield _named(*other, found)
+            yield _named(*other, plan, found)
     for margin in LEANER:
         training = plan.training.model_copy(update={"memory_margin": margin})
         other = best_of(Explorer(profile, plan.cluster, training), _degrees_of(plan), deadline)
         if other is not None and _identity(other[0]) not in seen:
             seen.add(_identity(other[0]))
-            yield _named(*other, found)
+            yield _named(*other, plan, found)
 
 
-def _named(other: Plan, priced: Estimate, found: Estimate) -> Candidate:
+def _named(other: Plan, priced: Estimate, plan: Plan, found: Estimate) -> Candidate:
     label = f"{other.label}, micro-batch {other.micro_batch}"
-    return Candidate(label, other, priced, compared(priced, found, _WHY_NOT), priced.step_time_s)
+    verdict = compared(priced, found, unless_measured(plan.measured, _WHY_NOT))
+    return Candidate(label, other, priced, verdict, priced.step_time_s)
 
 
 def _degrees_of(plan: Plan) -> Pins:

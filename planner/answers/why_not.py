@@ -14,7 +14,7 @@ from ..plan.setups import Setup
 from ..solve.explore import SIMPLE, Explorer
 from .candidate import Candidate
 from .check import violations
-from .explain import CAUSES, causes_apart
+from .explain import CAUSES, causes_apart, unless_measured
 from .fitting import Closest, closest_plan
 from .guidance import RuleOfThumb
 from .infeasible import closest_verdict
@@ -161,7 +161,7 @@ def priced_answer(
     more = _causes_in_words(apart, found.step_time_s, more=True)
     less = _causes_in_words(apart, found.step_time_s, more=False)
     if ratio < 0:
-        why = f"the plan {_SIMPLER}" if ratio >= -SIMPLE else left_out
+        why = unless_measured(plan.measured, f"the plan {_SIMPLER}" if ratio >= -SIMPLE else left_out)
         sentence = f"{asked} ({leads}) is {-ratio:.1%} faster: {times}, but {why}"
         return Answer(asked, VerdictKind.FASTER, sentence, other, priced)
     pace = f"takes {1 + ratio:.1f} times as long as the plan" if ratio >= 1 else f"is {ratio:.1%} slower than the plan"
