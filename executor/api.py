@@ -353,8 +353,8 @@ def profiled(
 def tuned(
     request: Request, setups: Sequence[str], budget_s: float, place: "Venue", waiting: terminal.Waiting
 ) -> "tuple[Tuned, Record, list[str]]":
-    """Candidates raced on the real cluster until the best measured one is the best predicted one, or the budget is
-    spent; (the outcome, the record of it, notes). What is wrong is said before anything is launched.
+    """Candidates raced on the real cluster until no other plan is predicted to come near the best measured one, or the
+    budget is spent; (the outcome, the record of it, notes). What is wrong is said before anything is launched.
 
     setups: layouts that take part whatever their prediction. place: where the plan, the record and the jobs are.
     """

@@ -30,7 +30,7 @@ from meshwright.executor.tuning.jobs import Fallen, Lap, LaunchedJob, cause_of, 
 from meshwright.executor.tuning.race import in_words, lap_steps, leader_of, out_after
 from meshwright.executor.tuning.record import LapLine, Record, load_record
 from meshwright.executor.tuning.rounds import TEACHERS, Job, Tuned, Tuning, teachers
-from meshwright.executor.tuning.sitting import Venue, check_cluster, header_of, open_record, read_budget
+from meshwright.executor.tuning.sitting import Venue, check_budget, check_cluster, header_of, open_record, read_budget
 from meshwright.planner.answers.search import SearchResult, search
 from meshwright.planner.cost.alone import kernels_s
 from meshwright.planner.cost.comm_cost import collective_s
@@ -296,6 +296,8 @@ def test_a_record_on_a_full_disk_loses_its_lines_and_not_the_race(tmp_path: Path
 
     assert found.plan.measured is not None
     assert "the record lacks its last lines: No space left on device" in found.reason
+    assert {each.outcome for each in found.standings if each.measured is None} == {"not measured before the race ended"}
+    assert all("measured" in each.detail for each in found.plan.alternatives if each.outcome == "faster")
 
 
 def test_the_leader_is_who_beats_each_leader_before_over_common_turns() -> None:
@@ -480,6 +482,13 @@ def test_ending_a_job_ends_what_it_began_however_it_hides(tmp_path: Path) -> Non
     job.end(grace_s=0.2)
 
     until(lambda: processes_with(entry) == [])
+
+
+def test_the_least_budget_that_is_named_is_enough(chosen: SearchResult) -> None:
+    with pytest.raises(ValueError, match="too short") as refused:
+        check_budget(5.0, chosen.plan)
+
+    check_budget(read_budget(str(refused.value).split("give at least ")[1].split(",")[0]), chosen.plan)
 
 
 def test_a_budget_is_read_with_its_unit() -> None:

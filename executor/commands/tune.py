@@ -92,8 +92,8 @@ def _tune_command(
     """Race the plans that could be the best for MODEL on the real cluster, learn its constants from what they take, and
     write the fastest: plan.json with its measured step, device.toml for the next model, tune.html.
 
-    Every candidate runs in its own job, a few steps in turn. It ends when the best measured plan is also the best
-    predicted one, or the budget is spent; Ctrl-C keeps what was measured, and --resume goes on.
+    Every candidate runs in its own job, a few steps in turn. It ends when no plan that was not tried is predicted to
+    come near the fastest one, or the budget is spent; Ctrl-C keeps what was measured, and --resume goes on.
 
     With --hosts or --one-gpu smaller jobs run in the place of the candidates, and the plan is the one that is predicted
     to be the fastest after the fit; what no smaller job shows stays predicted, and is named.

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from html import escape
 
 from ...profiler.machine.units import format_seconds
+from ..measuring.measurement import quantile
+from ..measuring.significance import paired
 from ..tuning.race import leader_of
 from ..tuning.record import FallLine, LapLine, Record, RefitLine
 from ..tuning.rounds import Contender, StandIn, Tuned
@@ -169,10 +171,12 @@ def _minutes(record: Record) -> tuple[Sequence[str], list[tuple[str, ...]]]:
             if isinstance(lap, LapLine):
                 medians.setdefault(lap.label, {})[lap.turn] = lap.step_s
         leader = leader_of(medians)
-        step_s = "" if leader is None else format_seconds(_mean(medians[leader]))
+        steps_s = [s for lap in before if isinstance(lap, LapLine) and lap.label == leader for s in lap.steps_s]
+        step_s = format_seconds(quantile(tuple(steps_s), 0.5)) if steps_s else ""
         gain = ""
-        if leader is not None and first in medians and leader != first:
-            gain = f"{_mean(medians[first]) / _mean(medians[leader]):.2f}x"
+        apart = {} if leader is None else paired(medians, leader)
+        if first in apart:
+            gain = f"{apart[first].ratio:.2f}x"
         laps = sum(isinstance(line, LapLine) for line in own)
         happened = [f"{laps} lap{'s' if laps != 1 else ''}"]
         happened += [f"{line.label} ended: {line.cause}" for line in own if isinstance(line, FallLine)]
@@ -181,7 +185,3 @@ def _minutes(record: Record) -> tuple[Sequence[str], list[tuple[str, ...]]]:
         rows.append((f"{until_s / 60:.1f}", measured, step_s, gain, leader or "", ", ".join(happened)))
     headings = ("minute", "measured", "best step", f"faster than {cut(first, 40)}", "leader", "what happened")
     return headings, rows
-
-
-def _mean(times: dict[int, float]) -> float:
-    return math.exp(sum(math.log(seconds) for seconds in times.values()) / len(times))

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ...profiler.machine.units import format_bytes, format_change, format_seconds
 from ..measuring.measurement import quantile
-from ..tuning.rounds import Contender, StandIn, Tuned
+from ..tuning.rounds import NOT_MEASURED, Contender, StandIn, Tuned
 from .terminal import hanging, print_job, print_notes, print_rows
 
 HEADINGS = ("candidate", "predicted", "fitted", "measured", "spread", "turns", "outcome")
@@ -72,10 +72,12 @@ def memory_sentences(found: Tuned) -> list[str]:
     before = sorted(abs(first / size - 1) for first, _, size in pairs)
     after = sorted(abs(last / size - 1) for _, last, size in pairs)
     close = sum(off <= CLOSE for off in after)
+    if len(pairs) == 1:
+        return [f"memory of the one process was off by {before[0]:.1%}, after the fit by {after[0]:.1%}"]
     return [
-        f"memory of {len(pairs)} process{'es' if len(pairs) > 1 else ''} was off by {_median(before):.1%} in the "
-        f"median and {before[-1]:.1%} at worst, after the fit by {_median(after):.1%} and {after[-1]:.1%}; {close} of "
-        f"{len(pairs)} are within {CLOSE:.0%}"
+        f"memory of {len(pairs)} processes was off by {_median(before):.1%} in the median and {before[-1]:.1%} at "
+        f"worst, after the fit by {_median(after):.1%} and {after[-1]:.1%}; {close} of {len(pairs)} are within "
+        f"{CLOSE:.0%}"
     ]
 
 
@@ -120,9 +122,12 @@ def sentences(found: Tuned) -> list[str]:
         f"{format_seconds(first.predicted_s)} before and {format_seconds(first.fitted_s)} after the fit"
     )
     chosen = min((each for each in found.standings), key=lambda each: each.predicted_s)
-    if chosen.measured is not None and chosen.label != first.label:
-        ratio = chosen.measured.step_time_s / first.measured.step_time_s
-        lines.append(f"prediction alone would have chosen {chosen.label}, which takes {ratio:.2f} times as long")
+    if chosen.ratio is not None:
+        lines.append(f"prediction alone would have chosen {chosen.label}, which takes {chosen.ratio:.2f} times as long")
+    left = [(each.fitted_s, each.label) for each in found.standings if each.outcome == NOT_MEASURED and each.fitted_s]
+    for seconds, label in sorted(left)[:1]:
+        if seconds < first.measured.step_time_s:
+            lines.append(f"{label} is predicted to take {format_seconds(seconds)}, and the race ended before it ran")
     if len(before) == 1:
         lines.append(f"its prediction was off by {before[0]:.1%}, after the fit by {after[0]:.1%} (of this same plan)")
     else:

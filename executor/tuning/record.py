@@ -126,7 +126,7 @@ class EndLine(Frozen):
 
     event: Literal["end"] = "end"
     reason: str
-    agreed: bool = Field(description="the best measured plan is also the best predicted one")
+    agreed: bool = Field(description="no plan that was not tried is predicted to come near the best measured one")
     at_s: NonNegativeFloat
 
 

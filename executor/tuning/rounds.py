@@ -1,5 +1,5 @@
 """The loop: race the candidates, refit the constants to what they took, search again, let those join that now beat the
-leader; until the best measured plan is the best predicted one, or the budget is spent."""
+leader; until no plan that was not tried is predicted to come near the best measured one, or the budget is spent."""
 
 import random
 import time
@@ -9,7 +9,7 @@ from typing import Literal
 
 from ...planner.answers.alternatives import kept, ordered
 from ...planner.answers.candidate import Candidate
-from ...planner.answers.explain import compared
+from ...planner.answers.explain import compared, unless_measured
 from ...planner.answers.infeasible import InfeasibleError
 from ...planner.answers.search import SearchResult, SolverError, search
 from ...planner.cost.estimate import estimate
@@ -19,6 +19,7 @@ from ...planner.plan.document import MeasuredPlan, Plan
 from ...planner.plan.pins import Pins
 from ...planner.plan.training import TrainingSpec
 from ...profiler.machine.cluster import ClusterSpec, Device
+from ...profiler.machine.units import counted
 from ...profiler.model.model_profile import ModelProfile
 from ..measuring.exchanges import expected_collectives, measured_collectives
 from ..measuring.measured_steps import computed_s
@@ -71,6 +72,8 @@ TEACHERS = 3
 tried come at worst 4.2% off in `python -m benchmarks.tuning.synthetic`; with the best of two other kinds of layouts in
 their place it was 36%.)"""
 
+NOT_MEASURED = "not measured before the race ended"
+
 LESS = 0.98
 """Memory that plans may have, of what one that ran out of it was predicted to need."""
 
@@ -115,7 +118,7 @@ class StandIn:
 class Contender:
     """What became of one candidate. predicted_s: before anything was measured; fitted_s: by the constants at the end;
     outcome: against the leader, or why it was not measured. stand_ins: what was measured in its place; unseen: what of
-    its step that does not show."""
+    its step that does not show. ratio: its step over the leader's, in the turns that both took."""
 
     label: str
     by: str
@@ -126,6 +129,7 @@ class Contender:
     outcome: str
     stand_ins: tuple[StandIn, ...] = ()
     unseen: tuple[Unseen, ...] = ()
+    ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -561,18 +565,20 @@ class Tuning:
             if label in falls:
                 outcome = f"{falls[label].cause}: {falls[label].message}"
             elif measured is None:
-                outcome = "not measured: the budget was spent"
+                outcome = NOT_MEASURED
             else:
                 outcome = self._beside(label, leader, apart)
             known_s = fitted_s[label] if medians else None
-            found.append(Contender(label, line.by, line.plan, line.predicted_s, known_s, measured, outcome))
+            ratio = apart[label].ratio if label in apart else None
+            beside = known_s, measured, outcome
+            found.append(Contender(label, line.by, line.plan, line.predicted_s, *beside, ratio=ratio))
         order = [leader, *sorted(apart, key=lambda label: apart[label].ratio)]
         place = {label: i for i, label in enumerate(order)}
         return tuple(sorted(found, key=lambda each: place.get(each.label, len(place))))
 
     def _beside(self, label: str, leader: str | None, apart: Mapping[str, Apart]) -> str:
         if label == leader or leader is None:
-            return "the fastest"
+            return "the fastest" if len(self.record.laps()) > 1 else "the only one that was measured"
         if label in apart:
             return in_words(apart[label])
         return f"{self._measured_s(label) / self._measured_s(leader):.2f}x {leader}, in other turns"
@@ -600,7 +606,7 @@ class Tuning:
         for each in self._pool.priced(self._cluster)[:_KEPT]:
             if each.label != first.label:
                 priced = on_cluster(each.plan, self._cluster, self.job.profile)[1]
-                verdict = compared(priced, own)
+                verdict = compared(priced, own, unless_measured(first.measured))
                 others.append(Candidate(each.label, each.plan, priced, verdict, priced.step_time_s))
         chosen = self._result is not None and key_of(self._result.plan) == key_of(plan)
         certificate = self._result.certificate if chosen and self._result is not None else None
@@ -698,7 +704,8 @@ def refitted(base: ClusterSpec, cluster: ClusterSpec, factors: dict[str, float],
     for knob in KNOBS:
         if knob.name in factors:
             for name in knob.fields:
-                told = f"{knob.name} x {factors[knob.name]:.2f}, fitted to {count} measured steps of plan tune"
+                ran = f"the measured steps of {counted(count, 'plan')} by plan tune"
+                told = f"{knob.name} x {factors[knob.name]:.2f}, fitted to {ran}"
                 sources[name] = f"{sources[name]}; {told}" if name in sources else told
     changes = {"link": cluster.link, "network": cluster.between_hosts, "sources": sources}
     if device.memory < base.device.memory:

@@ -1,5 +1,6 @@
 """One sitting of `plan tune`: what is checked before anything is launched, the jobs, the race, and what it leaves."""
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ def check_budget(budget_s: float, plan: Plan) -> None:
     if budget_s < needed_s:
         raise ValueError(
             f"--budget {budget_s:g}s is too short for one candidate: its ranks take some {start_s_of(step_s):.0f} s to "
-            f"start and warm up, and its steps {step_s:.2g} s each: give at least {needed_s:.0f}s, better 10m"
+            f"start and warm up, and its steps {step_s:.2g} s each: give at least {math.ceil(needed_s)}s, better 10m"
         )
 
 

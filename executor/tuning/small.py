@@ -21,6 +21,7 @@ from .record import EntrantLine, Record, RefitLine, Say, StandInLine
 from .rounds import (
     COLD_LAP_S,
     LAP_S,
+    NOT_MEASURED,
     WORTH,
     Contender,
     Job,
@@ -340,7 +341,7 @@ class SmallTuning(Tuning):
         pieces = tuple(self._stand_in(each) for each in self.record.stand_ins_of(line.label))
         plan, whole = on_cluster(line.plan, self._cluster, self.job.profile)
         if whole_s is None:
-            outcome = next((each.outcome for each in pieces), "not measured: the budget was spent")
+            outcome = next((each.outcome for each in pieces), NOT_MEASURED)
         elif line.label == leader:
             outcome = "predicted to be the fastest"
         else:
@@ -361,7 +362,7 @@ class SmallTuning(Tuning):
     def _stand_in(self, line: StandInLine) -> StandIn:
         falls = self.record.falls()
         measured: MeasuredPlan | None = None
-        outcome = "not measured: the budget was spent"
+        outcome = NOT_MEASURED
         if line.label in falls:
             outcome = f"{falls[line.label].cause}: {falls[line.label].message}"
         elif line.label in self.record.laps():

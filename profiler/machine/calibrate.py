@@ -542,7 +542,7 @@ def _source(what: str, timings: Sequence[Timing], num_ranks: int, device_type: s
 
 def device_toml(device: Device) -> str:
     """The device as a TOML that `load_device` reads; numbers to 4 digits."""
-    lines = [f"# {device.name}, measured by `plan calibrate`."]
+    lines = [f"# {device.name}; [sources] says where each number comes from."]
     tables: list[str] = []
     for name, value in dict(device).items():
         if value is None:
