@@ -180,6 +180,14 @@ def test_what_is_faster_is_told_with_why_it_is_not_the_plan() -> None:
     assert against_others(plan, found.step_time_s, [beside]).phrase.endswith(f"which is {why}")
 
 
+def test_fsdp_that_gathers_all_parameters_at_once_is_called_what_it_is() -> None:
+    found = estimate(some_plan(shard=2), small_profile())
+
+    beside = Candidate("FSDP", some_plan(shard=2), found, Verdict(VerdictKind.SLOWER), 1.0, by_rule=True)
+
+    assert beside.name == "FSDP as ZeRO-1"
+
+
 def test_no_group_sits_on_more_hosts_than_there_are() -> None:
     device = load_device("h100-80gb")
     plan = some_plan(tensor=3, pipeline=2, per_host=3)

@@ -69,7 +69,7 @@ def scatter(facts: Facts) -> str:
         style, radius = ("rule", 6.0) if priced[i - 1].by_rule else ("other", 4.5)
         x, y = place(i)
         circles[style].append(tag("circle", cx=x, cy=y, r=radius, class_=style, data_t=_tip(priced[i - 1])))
-    named = [(*place(i), priced[i - 1].label) for i in shown[1:] if priced[i - 1].by_rule]
+    named = [(*place(i), priced[i - 1].name) for i in shown[1:] if priced[i - 1].by_rule]
     x, y = place(0)
     marks += [
         *circles["other"],
@@ -80,14 +80,15 @@ def scatter(facts: Facts) -> str:
     marks.append(tag("path", d=_star(x, y, 11.0), class_="chosen", data_t=tip))
     marks.append(text(left, base + 36, "GiB on the fullest GPU", class_="note"))
     marks.append(text(left, top - 5, "step time", class_="note"))
-    description = f"the plan and {counted(len(shown) - 1, 'alternative')}; {len(best)} of them on the Pareto front"
+    others = sum(priced[i - 1].verdict.kind is not VerdictKind.PLAN for i in shown[1:])
+    description = f"the plan and {counted(others, 'alternative')}; {len(best)} of them on the Pareto front"
     return figure("scatter", "Time against memory", description, WIDTH, base + 42, marks)
 
 
 def _tip(candidate: Candidate) -> str:
     assert candidate.estimate is not None
     figures = f"{format_seconds(candidate.seconds)}, {format_bytes(candidate.estimate.peak_device_bytes)}"
-    return f"{candidate.label}|{figures}|{candidate.verdict}"
+    return f"{candidate.name}|{figures}|{candidate.verdict}"
 
 
 def _labels(points: Sequence[_Named], others: Sequence[_Point], room: _Box) -> list[str]:

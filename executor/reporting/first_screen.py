@@ -139,7 +139,7 @@ def print_first_screen(
     others = shown(alternatives, plan)
     replicas = next((c.verdict for c in alternatives if c.label == "DDP"), None)
     reasons = [] if found is None else reason(plan, found, replicas).split("; ")
-    said = " ".join([choice_in_words(plan), *(f"{c.label} {c.verdict}" for c in others)])
+    said = " ".join([choice_in_words(plan), *(f"{c.name} {c.verdict}" for c in others)])
     words = [each for each in map(term, _STALLING) if each.pattern().search(said)][:_MOST_WORDS]
     parts, rows = found is not None, _MOST_GROUPS
     while True:
@@ -250,7 +250,7 @@ def _instead(others: Sequence["Candidate"], plan: Plan, found: "Estimate | None"
         step = format_seconds(candidate.estimate.step_time_s)
         heading = Text("instead" if i == 0 else "", style="cyan")
         traded = str(candidate.verdict) if found is None else in_words(candidate, plan, found)
-        grid.add_row(heading, candidate.label, step, Text(traded, style="dim"))
+        grid.add_row(heading, candidate.name, step, Text(traded, style="dim"))
     return grid
 
 

@@ -68,6 +68,6 @@ def verdict_rows(
 ) -> list[tuple[str, str, str]]:
     """(set-up, layout, verdict) of each. words: what is said of one."""
     return [
-        (c.label, "–" if c.plan is None else f"{c.plan.label}, micro-batch {c.plan.micro_batch}", words(c))
+        (c.name, "–" if c.plan is None else f"{c.plan.label}, micro-batch {c.plan.micro_batch}", words(c))
         for c in candidates
     ]

@@ -94,7 +94,7 @@ def first_page(plan: Plan, found: Estimate | None, others: Sequence[Candidate]) 
         return plan._repr_html_()
     title = tag("b", escape(f"{plan.model.name} on {plan.cluster.devices.replace(' x ', ' × ')}"))
     rows = [
-        (f"{each.label}", format_seconds(each.estimate.step_time_s), str(each.verdict))
+        (each.name, format_seconds(each.estimate.step_time_s), str(each.verdict))
         for each in others
         if each.estimate is not None
     ][:_IN_A_CELL]

@@ -103,9 +103,9 @@ def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]
         of_the_plan = ahead > -0.015
         same = best.plan is not None and best.plan.micro_batch == plan.micro_batch and _name(best) == label
         if same and abs(ahead) < 0.0005:
-            parts.append(f"what {best.label} is at its best")
+            parts.append(f"what {best.name} is at its best")
         elif same and 0 < ahead < 0.01:
-            parts.append(f"the layout of {best.label}, layer by layer {ahead:.1%} faster")
+            parts.append(f"the layout of {best.name}, layer by layer {ahead:.1%} faster")
         elif ahead >= 0.01:
             nearer = any(_step_time(other) < _step_time(best) for other in fitting)
             rank = "best of other kinds" if nearer else "next best"

@@ -631,4 +631,4 @@ def _candidate_cells(candidate: "Candidate") -> tuple[Text, str, str, Text]:
         step = format_seconds(candidate.estimate.step_time_s)
         gib = _gib(candidate.estimate.peak_device_bytes)
     style = "green" if chosen else "dim" if lost else "default"
-    return Text(candidate.label, style=style), step, gib, Text(str(candidate.verdict), style=style)
+    return Text(candidate.name, style=style), step, gib, Text(str(candidate.verdict), style=style)

@@ -20,3 +20,10 @@ class Candidate:
     verdict: Verdict
     seconds: float = field(default=float("inf"), compare=False)
     by_rule: bool = field(default=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The label as people read it: a rule that says FSDP may be at its best with all parameters gathered, which is
+        ZeRO-1 or ZeRO-2."""
+        stage = 3 if self.plan is None else self.plan.zero_stage
+        return f"{self.label} as ZeRO-{stage}" if self.by_rule and self.label == "FSDP" and stage < 3 else self.label
