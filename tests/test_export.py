@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.exports.targets import torchtitan_job
+from meshwright.planner.answers.search import SearchResult, search
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.exchange.accelerate import KEYS as ACCELERATE_KEYS
 from meshwright.planner.exchange.accelerate import read_accelerate
@@ -31,6 +32,7 @@ from meshwright.planner.exchange.torchtitan import read_torchtitan
 from meshwright.planner.plan.block_row import BlockRow, block_row
 from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.frameworks import DATA_OUTERMOST
+from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.shape import Shape
 from support.cli import run_plan, some_plan
 from support.exported import NUM_BLOCKS, PROFILE, decoder, even_sizes, planned, read_back, value
@@ -637,6 +639,23 @@ def test_check_prices_a_set_up_and_the_better_plan(tmp_path: Path, capsys: pytes
     assert yours["label"] == "yours (Megatron-LM)"
     plan = Plan.model_validate_json((tmp_path / "mine.json").read_text())
     assert (plan.degrees.tensor, plan.degrees.data_shard, plan.training.software) == (4, 2, "megatron-core")
+
+
+def test_what_check_plans_is_never_slower_than_the_set_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends_early(*given: Any, pins: Pins, **more: Any) -> SearchResult:
+        return search(*given, pins=replace(pins, pipeline=4, micro_batch=1), **more)
+
+    PROFILE.save(tmp_path / "profile.json")
+    monkeypatch.setattr("meshwright.planner.answers.search.search", ends_early)
+    words = ("check", str(tmp_path / "profile.json"), "--gpus", "8", "--device", "h100-80gb", "--json")
+
+    assert run_plan(*words, "--megatron-args", "--use-distributed-optimizer --micro-batch-size 4 --bf16") == 0
+    better, yours = json.loads(capsys.readouterr().out)["setups"]
+
+    assert better["degrees"] == yours["degrees"]
+    assert yours["verdict"] == "as fast as the plan"
 
 
 def test_check_says_what_does_not_fit_and_ends_with_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ...planner.answers.verdict import FITS, THE_PLAN
 from ...planner.cost.software import load_software
 from ...planner.exchange.targets import NAMES, TARGETS
 from ...planner.plan.training import Precision, TrainingSpec
@@ -24,6 +25,7 @@ from .option_groups import grouped
 if TYPE_CHECKING:
     from ...planner.answers.candidate import Candidate
     from ...planner.answers.search import SearchResult
+    from ...planner.answers.verdict import Verdict
     from ...planner.exchange.given import Kind
     from ...planner.exchange.imports import Imported, Layout
     from ...profiler.machine.cluster import ClusterSpec
@@ -162,8 +164,8 @@ def _check_command(
         found = imported(layout, profile, devices, training)
         if output is not None:
             found.plan.save(output)
-        result = _better(layout, profile, devices, training, time_limit, waiting)
-    candidates = _candidates(NAMES[layout.target], found, result)
+        result = _better(layout, found, profile, devices, training, time_limit, waiting)
+    candidates = _candidates(layout, found, result)
     if as_json:
         terminal.write_json(json.dumps(_document(layout, found, result, candidates, assumptions)))
     else:
@@ -194,14 +196,15 @@ def _training(
 
 def _better(
     layout: "Layout",
+    found: "Imported",
     profile: "ModelProfile",
     machine: "ClusterSpec",
     training: TrainingSpec,
     time_limit: float,
     waiting: terminal.Waiting,
 ) -> "SearchResult | str":
-    """The best plan for the same job that the same framework runs, or why there is none."""
-    from ...planner.answers.search import InfeasibleError, SolverError, search
+    """The best plan for the same job that the same framework runs, the set-up among them, or why there is none."""
+    from ...planner.answers.search import InfeasibleError, SolverError, adopted, search
     from ...planner.plan.frameworks import FRAMEWORKS
     from ...planner.plan.pins import Pins
 
@@ -209,18 +212,25 @@ def _better(
     pins = Pins(framework=framework if framework.cannot_run(profile, training) is None else None)
     waiting("searching")
     try:
-        return search(
+        result = search(
             profile, machine, training, pins=pins, time_limit_s=time_limit, progress=waiting, beside_open=False
         )
     except (InfeasibleError, SolverError) as error:
         return str(error)
+    return adopted(result, [_yours(layout, found, FITS)]) if found.estimate.fits else result
 
 
-def _candidates(name: str, found: "Imported", result: "SearchResult | str") -> "list[Candidate]":
+def _yours(layout: "Layout", found: "Imported", verdict: "Verdict") -> "Candidate":
+    from ...planner.answers.candidate import Candidate
+
+    step_s = found.estimate.step_time_s
+    return Candidate(f"yours ({NAMES[layout.target]})", found.plan, found.estimate, verdict, step_s)
+
+
+def _candidates(layout: "Layout", found: "Imported", result: "SearchResult | str") -> "list[Candidate]":
     """The planned layout, and the set-up beside it with its verdict."""
     from ...planner.answers.candidate import Candidate
     from ...planner.answers.explain import compared, does_not_fit
-    from ...planner.answers.verdict import FITS, THE_PLAN
 
     if not found.estimate.fits:
         verdict = does_not_fit(found.plan, found.estimate)
@@ -228,7 +238,7 @@ def _candidates(name: str, found: "Imported", result: "SearchResult | str") -> "
         verdict = FITS
     else:
         verdict = compared(found.estimate, result.estimate)
-    yours = Candidate(f"yours ({name})", found.plan, found.estimate, verdict, found.estimate.step_time_s)
+    yours = _yours(layout, found, verdict)
     if isinstance(result, str):
         return [yours]
     planned = Candidate("planned", result.plan, result.estimate, THE_PLAN, result.estimate.step_time_s)
@@ -281,6 +291,8 @@ def _print(
         told = f", {gain:.2f} times as fast as yours" if found.estimate.fits else ""
         runs = "" if result.certificate.framework is None else f", on {NAMES[layout.target]}, too"
         planned = f"{choice_in_words(result.plan)}\n{format_seconds(result.estimate.step_time_s)} a step{told}{runs}"
+        if result.estimate is found.estimate:
+            planned = "yours: nothing faster was found"
     console.print(terminal.hanging("planned", Text(planned), "default"))
     reference = None if isinstance(result, str) else result.estimate.step_time_s
     terminal.print_comparison(console, candidates, reference)

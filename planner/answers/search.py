@@ -187,7 +187,9 @@ def adopted(result: SearchResult, candidates: Sequence[Candidate]) -> SearchResu
     priced = (
         _Priced(candidate.plan, candidate.estimate)
         for candidate in candidates
-        if candidate.plan is not None and candidate.estimate is not None and not priced_mark(candidate.plan)
+        if candidate.plan is not None
+        and candidate.estimate is not None
+        and (not priced_mark(candidate.plan) or priced_mark(result.plan))
     )
     best = min(priced, key=lambda found: found.estimate.step_time_s, default=None)
     if best is None or best.estimate.step_time_s >= result.certificate.fastest_s * (1 - TIE):
