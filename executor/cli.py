@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     try:
         with _written_out():
-            name, words = route(words)
+            name, words = route(_one_by_one(words))
             if not name or name in _OF_A_MODEL:
                 _check_model(name, words)
             _check_dashes(SUBCOMMANDS[name or "plan"], words)
@@ -218,14 +218,14 @@ def route(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def _positional(words: Sequence[str]) -> list[int]:
     """Indices of the words that are neither options nor values of options."""
-    with_value = _flags_with_values()
+    flags = _flags()
     positions: list[int] = []
     i = 0
     while i < len(words):
         word = words[i]
         if word == "--":
             return [*positions, *range(i + 1, len(words))]
-        if word in with_value:
+        if flags.get(word):
             i += 2
             continue
         if not word.startswith("-"):
@@ -234,16 +234,34 @@ def _positional(words: Sequence[str]) -> list[int]:
     return positions
 
 
+def _one_by_one(words: Sequence[str]) -> list[str]:
+    """The words with short flags that are joined, also to a value, apart: -qg8 is -q -g 8."""
+    flags = _flags()
+    found: list[str] = []
+    left = [*words]
+    while left:
+        word = left.pop(0)
+        if word == "--":
+            return [*found, word, *left]
+        if len(word) > 2 and word[:2] in flags and f"-{word.partition('=')[0]}" not in flags:
+            left = [word[2:] if flags[word[:2]] else f"-{word[2:]}", *left]
+            word = word[:2]
+        found.append(word)
+        if flags.get(word) and left:
+            found.append(left.pop(0))
+    return found
+
+
 @functools.cache
-def _flags_with_values() -> frozenset[str]:
-    """Spellings of the options of all subcommands that the next word is the value of."""
-    return frozenset(
-        spelling
+def _flags() -> dict[str, bool]:
+    """Spelling of an option of any subcommand -> whether the next word is its value."""
+    return {
+        spelling: not getattr(option, "is_flag", False)
         for app in SUBCOMMANDS.values()
         for option in typer.main.get_command(app).params
-        if option.param_type_name == "option" and not getattr(option, "is_flag", False)
+        if option.param_type_name == "option"
         for spelling in option.opts
-    )
+    }
 
 
 if __name__ == "__main__":

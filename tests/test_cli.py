@@ -72,6 +72,7 @@ def test_the_first_positional_word_decides(words: list[str], command: str, rest:
         (["--gpus", "8", "-json"], "-json: write it with two dashes, --json"),
         (["--gpus", "8", "-g", "4"], "-g is '8' and '4': give it once"),
         (["--gpus=8", "-q", "--gpus", "4"], "--gpus is '8' and '4': give it once"),
+        (["-g8", "-qg", "4"], "-g is '8' and '4': give it once"),
     ],
 )
 def test_flags_that_would_be_read_as_others_or_passed_over_are_told(
