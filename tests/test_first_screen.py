@@ -8,7 +8,7 @@ import pytest
 from meshwright.executor.reporting import terminal
 from meshwright.executor.reporting.first_screen import MOST_LINES, print_first_screen, stage_groups, work_in_words
 from meshwright.executor.reporting.glossary import term, terms_in
-from meshwright.executor.reporting.report import against_others, axis_rows, choice_in_words
+from meshwright.executor.reporting.report import against_others, axis_rows, choice_in_words, launch_command
 from meshwright.planner.answers.explain import compared
 from meshwright.planner.answers.search import Candidate, search
 from meshwright.planner.answers.verdict import Verdict, VerdictKind
@@ -195,6 +195,16 @@ def test_no_group_sits_on_more_hosts_than_there_are() -> None:
     (tensor,) = [row for row in axis_rows(plan.model_copy(update={"cluster": machine})) if row.axis == "pipeline"]
 
     assert tensor.where == "across 2 hosts, 1 in each"
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "nodes"),
+    [("gb200", 144, "--nnodes 36 --nproc-per-node 4"), ("gb300", 6, "--nnodes 3 --nproc-per-node 2")],
+)
+def test_trays_of_a_rack_are_launched_one_by_one(device: str, gpus: int, nodes: str) -> None:
+    plan = some_plan(replicate=8).model_copy(update={"cluster": cluster_of(load_device(device), gpus)})
+
+    assert launch_command(plan) == f"torchrun {nodes} train.py"
 
 
 def test_every_hard_word_of_the_screen_is_in_the_glossary(capsys: pytest.CaptureFixture[str]) -> None:

@@ -439,10 +439,10 @@ def _three_digits(value: float) -> str:
 
 def launch_command(plan: Plan) -> str:
     """The torchrun line that starts train.py on the plan's cluster."""
-    hosts = plan.cluster.num_hosts
-    nodes = f"--nnodes {hosts} " if hosts > 1 else ""
-    sizes = {group.devices_per_host for group in plan.cluster.hosts}
-    each = plan.cluster.devices_per_host if len(sizes) == 1 else "gpu"
+    machines = plan.cluster.num_machines
+    nodes = f"--nnodes {machines} " if machines > 1 else ""
+    sizes = {group.devices_per_machine for group in plan.cluster.hosts}
+    each = plan.cluster.devices_per_machine if len(sizes) == 1 else "gpu"
     return f"torchrun {nodes}--nproc-per-node {each} train.py"
 
 

@@ -117,7 +117,7 @@ def accelerate_settings(plan: Plan, notes: list[str]) -> Settings:
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "NO" if degrees.num_devices == 1 else "FSDP",
         "mixed_precision": "no" if training.precision == "fp32" else training.precision,
-        "num_machines": plan.cluster.num_hosts,
+        "num_machines": plan.cluster.num_machines,
         "num_processes": degrees.num_devices,
         "machine_rank": 0,
         "main_training_function": "main",

@@ -131,14 +131,14 @@ def _comment(lines: list[str]) -> str:
 
 def _command_line(plan: Plan, target: Target, words: list[str], notes: list[str], program: str) -> str:
     """A shell file that sets an array of arguments."""
-    hosts, per_host = plan.cluster.num_hosts, plan.cluster.devices_per_host
+    machines, each = plan.cluster.num_machines, plan.cluster.devices_per_machine
     lines: list[str] = []
     for word in words:
         if word.startswith(("--", "activation_checkpoint:")):
             lines.append(f"    {shlex.quote(word)}")
         else:
             lines[-1] += f" {shlex.quote(word)}"
-    launch = f"# torchrun --nnodes {hosts} --nproc-per-node {per_host} {program}\n"
+    launch = f"# torchrun --nnodes {machines} --nproc-per-node {each} {program}\n"
     return _comment(_header(plan, target, notes)) + launch + f"{target.upper()}_ARGS=(\n" + "\n".join(lines) + "\n)\n"
 
 

@@ -136,6 +136,11 @@ class Device(Frozen):
         "between hosts, as gloo's do; else (h - 1) / h of it: first inside each host, then between the h hosts",
     )
     devices_per_host: _Many = Field(description="usual number in one host")
+    devices_per_machine: _Many | None = Field(
+        default=None,
+        description="where hosts are domains of fast links that span several machines, as the 18 trays of an NVL72 "
+        "rack: devices of one of these, which launchers call a node; null: a host is one",
+    )
     link: Link = Field(description="between devices of one host, per device")
     network: Link = Field(description="between hosts, per host, usual for this platform")
     host_bandwidth: _Rate = Field(default=25e9, description="bytes per second to or from the host, one direction")
@@ -174,6 +179,11 @@ class HostGroup(Frozen):
         mine, theirs = (self.device, self.link, self.network), (other.device, other.link, other.network)
         return mine == theirs and self.devices_per_host == other.devices_per_host
 
+    @property
+    def devices_per_machine(self) -> int:
+        """Devices of what launchers call a node: of a host, or of one of its machines."""
+        return math.gcd(self.devices_per_host, self.device.devices_per_machine or self.devices_per_host)
+
 
 class Group(Frozen):
     """Where the ranks of one communication group sit: the worst of all groups of a mesh axis."""
@@ -205,6 +215,16 @@ class ClusterSpec(Frozen):
     def num_hosts(self) -> int:
         """Hosts over all groups."""
         return sum(group.count for group in self.hosts)
+
+    @property
+    def num_machines(self) -> int:
+        """Machines over all hosts: the nodes that are launched."""
+        return sum(group.count * group.devices_per_host // group.devices_per_machine for group in self.hosts)
+
+    @property
+    def devices_per_machine(self) -> int:
+        """Devices of the smallest machine."""
+        return min(group.devices_per_machine for group in self.hosts)
 
     @property
     def devices_per_host(self) -> int:
