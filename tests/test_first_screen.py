@@ -1,9 +1,12 @@
 """The first screen of a plan: one screen, in words that hold."""
 
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from meshwright.executor.reporting import terminal
 from meshwright.executor.reporting.first_screen import MOST_LINES, print_first_screen, stage_groups, work_in_words
@@ -20,6 +23,7 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import ClusterSpec, cluster_of, load_device
 from support.cli import run_plan, small_profile, some_plan
 from support.exported import planned
+from support.synthetic import mixed
 
 GIB = 2.0**30
 
@@ -49,6 +53,18 @@ def test_equal_stages_are_one_row() -> None:
     assert (groups[1].least_bytes, groups[1].most_bytes) == (60.0 * GIB, 61.2 * GIB)
     assert "stages 1-6" in screen(plan)
     assert "60.0 to 61.2 of 75.0 GiB" in screen(plan)
+
+
+def test_figures_of_memory_are_whole_on_80_columns() -> None:
+    kinds = mixed((1, 4, load_device("rtx-6000-ada")), (1, 4, load_device("h100-80gb")))
+    plan = with_memory(some_plan(pipeline=8, micro_batches=8), [10.0, 20.0, 30.0, 40.0, 45.0, 50.0, 60.0, 70.0])
+    plan = plan.model_copy(update={"cluster": kinds})
+
+    console = Console(file=io.StringIO(), width=80)
+    with console.capture() as captured:
+        print_first_screen(console, plan, None)
+
+    assert re.search(r"stages? 0.* \(rtx-6000-ada\) +█+░+ .*of 75.0 GiB", captured.get())
 
 
 def test_many_unlike_stages_are_few_rows_that_hold_all_of_them() -> None:

@@ -33,7 +33,10 @@ _FEWEST_GROUPS = 2
 _ALIKE = 0.05
 """Stages whose memory differs by no more of the budget are one row."""
 
-_BAR = 30
+_BAR, _SHORTEST_BAR = 30, 5
+_BESIDE_BAR = 67
+"""Characters of a line of 80 for a bar, the name before it and the figures behind it, which are never cut."""
+
 _STALLING = ("ZB-V", "ZB-H1", "interleaved", "CP", "EP", "HSDP", "gathered", "ZeRO-1", "ZeRO-2", "sequence parallel")
 """Words that a reader of blog posts may not know, the hardest first."""
 
@@ -220,21 +223,25 @@ def _memory(plan: Plan, most: int) -> Table:
     for _ in range(3):
         grid.add_column(no_wrap=True)
     single, kinds = plan.degrees.pipeline == 1, len(plan.cluster.kinds) > 1
-    noun = plan.degrees.rank_noun
-    for i, group in enumerate(stage_groups(plan, most)):
+    noun, groups = plan.degrees.rank_noun, stage_groups(plan, most)
+    names, figures = list[str](), list[str]()
+    for group in groups:
         name = "every GPU" if single else f"{noun} {group.first}"
         name = name if group.first == group.last else f"{noun}s {group.first}-{group.last}"
         if kinds and not single:
             rank = group.first * plan.stride("pipeline")
             name += f" ({plan.cluster.device_of(rank).name})"
-        share = group.most_bytes / group.budget_bytes
-        full = min(_BAR, round(_BAR * share))
-        bar = Text("█" * full, style="green" if share <= 0.9 else "yellow" if share <= 1 else "red")
-        bar.append("░" * (_BAR - full), style="dim")
         low, high = f"{group.least_bytes / GIB:.1f}", f"{group.most_bytes / GIB:.1f}"
-        sizes = high if low == high else f"{low} to {high}"
-        heading = Text("memory" if i == 0 else "", style="cyan")
-        grid.add_row(heading, name, bar, f"{sizes} of {group.budget_bytes / GIB:.1f} GiB")
+        names.append(name)
+        figures.append(f"{high if low == high else f'{low} to {high}'} of {group.budget_bytes / GIB:.1f} GiB")
+    words = max(len(name) + len(figure) for name, figure in zip(names, figures, strict=True)) if names else 0
+    length = max(_SHORTEST_BAR, min(_BAR, _BESIDE_BAR - words))
+    for i, (group, name, figure) in enumerate(zip(groups, names, figures, strict=True)):
+        share = group.most_bytes / group.budget_bytes
+        full = min(length, round(length * share))
+        bar = Text("█" * full, style="green" if share <= 0.9 else "yellow" if share <= 1 else "red")
+        bar.append("░" * (length - full), style="dim")
+        grid.add_row(Text("memory" if i == 0 else "", style="cyan"), name, bar, figure)
     return grid
 
 
