@@ -626,6 +626,15 @@ def test_export_refuses_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureF
 ARGS = "--tensor-model-parallel-size 4 --use-distributed-optimizer --micro-batch-size 1 --global-batch-size 32 --bf16"
 
 
+def test_a_refusal_names_only_targets_that_take_the_plan() -> None:
+    stages = planned(replace(EVEN, schedule="zb-h2"))
+
+    with pytest.raises(ValueError, match=r"in its settings; plan with --pin pipeline=1$"):
+        export(stages, "accelerate")
+    with pytest.raises(ValueError, match=r"in its settings; export to megatron or torchtitan, or plan with"):
+        export(planned(EVEN), "accelerate")
+
+
 def test_check_prices_a_set_up_and_the_better_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     PROFILE.save(tmp_path / "profile.json")
     words = ("check", str(tmp_path / "profile.json"), "--gpus", "8", "--device", "h100-80gb", "--json")

@@ -123,9 +123,13 @@ def test_every_difference_of_plans_with_context_and_experts_is_said_aloud(target
     ("target", "shape", "sentence"),
     [
         ("megatron", Shape(1, 4, 2, 1, 1, 4), "without sequence parallelism: .*--pin sequence=on"),
-        ("accelerate", Shape(1, 8, 1, 1, 1, 4, expert=8), "no expert ranks; export to megatron or torchtitan"),
-        ("deepspeed", Shape(1, 8, 1, 1, 1, 4, expert=8), "DeepSpeed says these in code"),
-        ("deepspeed", Shape(1, 4, 1, 1, 1, 4, context=2), "DeepSpeed says these in code"),
+        (
+            "accelerate",
+            Shape(1, 8, 1, 1, 1, 4, expert=8),
+            "no expert ranks; export to megatron or torchtitan, or plan with --pin expert=1",
+        ),
+        ("deepspeed", Shape(1, 8, 1, 1, 1, 4, expert=8), "DeepSpeed says that in code"),
+        ("deepspeed", Shape(1, 4, 1, 1, 1, 4, context=2), "DeepSpeed says that in code"),
     ],
 )
 def test_what_a_target_cannot_do_with_experts_and_context_is_refused(target: str, shape: Shape, sentence: str) -> None:

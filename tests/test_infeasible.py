@@ -343,6 +343,6 @@ def test_more_gpus_that_do_only_with_other_degrees_are_told_so(pins: Pins, other
     (change,) = [change for change in refused(on, job(), pins, model).changes if "--gpus" in change]
 
     assert ("with other degrees than are pinned" in change) == other
-    assert ("without the --pin of degrees" in change) == other
+    assert ("without the --pin or --setup of degrees" in change) == other
     more = cluster_of(load_device("h100-80gb"), int(change.partition(" ")[0]))
     assert fits(Explorer(model, more, job()), pins, math.inf) is not other

@@ -160,7 +160,7 @@ def _tiles(plan: Plan, found: Estimate) -> str:
         tiles.append(("a trillion tokens", _days(days), f"on {gpus_in_words(plan.degrees.num_devices)}{cost}"))
     if price is not None:
         hourly = price * plan.degrees.num_devices
-        tiles.append(("cost", f"${hourly:,.0f}/h", f"${hourly * found.step_time_s / 3600:,.4g} per step"))
+        tiles.append(("cost", f"${hourly:,.2f}/h", f"${hourly * found.step_time_s / 3600:,.4g} per step"))
     cells = (
         tag("div", tag("span", name) + tag("b", value) + tag("small", escape(below)), class_="tile")
         for name, value, below in tiles

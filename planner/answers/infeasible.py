@@ -183,7 +183,7 @@ def _more_gpus(cluster: ClusterSpec, smallest: Fewest, as_pinned: bool) -> str:
     other = "" if as_pinned else " with other degrees than are pinned"
     perhaps = "" if smallest.shown else ", perhaps fewer"
     flags = f"--gpus {smallest.count}" if made_by_flags(cluster) else ""
-    flags += "" if as_pinned or not flags else ", without the --pin of degrees"
+    flags += "" if as_pinned or not flags else ", without the --pin or --setup of degrees"
     return f"{smallest.count} {kind}{other}{perhaps}" + (f" ({flags})" if flags else "")
 
 
@@ -197,7 +197,7 @@ def _changes(explorer: Explorer, pins: Pins, other_degrees: bool, more: str, clo
     if pins.micro_batch not in (None, 1) and fits(explorer, replace(pins, micro_batch=None), deadline):
         yield "a smaller micro-batch (leave out --pin micro_batch)"
     if other_degrees:
-        yield "other degrees (leave out the --pin of degrees)"
+        yield "other degrees (leave out the --pin or --setup of degrees)"
     margin = _margin(closest, explorer.training.memory_margin)
     if margin is not None:
         yield f"a memory margin of {margin:.1%} (--memory-margin {margin:.3f})"

@@ -11,6 +11,7 @@ from ..plan.document import AXES, Plan
 from ..plan.training import Precision
 from .deepspeed import read_deepspeed
 from .export_notes import (
+    OtherTargetError,
     Settings,
     kept_note,
     order_note,
@@ -104,10 +105,8 @@ def accelerate_settings(plan: Plan, notes: list[str]) -> Settings:
     if training.precision == "fp4":
         raise ValueError("precision fp4 is unknown to Accelerate; plan in bf16")
     if degrees.expert > 1:
-        raise ValueError(
-            f"expert={degrees.expert}: Accelerate's ParallelismConfig has no expert ranks; export to megatron or "
-            "torchtitan"
-        )
+        found = f"expert={degrees.expert}: Accelerate's ParallelismConfig has no expert ranks"
+        raise OtherTargetError(found, ("megatron", "torchtitan"), "plan with --pin expert=1")
     if plan.sequence_parallel:
         raise ValueError(
             "sequence parallelism beside tensor parallelism: Accelerate's follows the model's tp_plan, and needs more "

@@ -7,6 +7,7 @@ from ..plan.block_row import BlockRow, block_row
 from ..plan.document import AXES, Plan
 from ..plan.training import LOW_PRECISIONS, Precision
 from .export_notes import (
+    OtherTargetError,
     Settings,
     kept_note,
     order_note,
@@ -71,15 +72,14 @@ def deepspeed_settings(plan: Plan, notes: list[str]) -> Settings:
     if training.precision in LOW_PRECISIONS:
         raise ValueError(f"precision {training.precision} is no key of DeepSpeed; plan in bf16")
     if degrees.context > 1 or degrees.expert > 1:
-        raise ValueError(
-            f"context={degrees.context}, expert={degrees.expert}: DeepSpeed says these in code (Ulysses, MoE layers); "
-            "export to megatron or torchtitan"
-        )
+        ways = {"context": degrees.context, "expert": degrees.expert}
+        used = [f"{name}={count}" for name, count in ways.items() if count > 1]
+        found = f"{', '.join(used)}: DeepSpeed says {'these' if used[1:] else 'that'} in code (Ulysses, MoE layers)"
+        without = " ".join(f"--pin {name}=1" for name, count in ways.items() if count > 1)
+        raise OtherTargetError(found, ("megatron", "torchtitan"), f"plan with {without}")
     if degrees.data_replicate > 1 and degrees.data_shard > 1:
-        raise ValueError(
-            f"{degrees.data_replicate} replicas of {degrees.data_shard} shards: ZeRO shards over all data ranks; plan "
-            f"with --pin data_replicate=1, or export to torchtitan or accelerate"
-        )
+        found = f"{degrees.data_replicate} replicas of {degrees.data_shard} shards: ZeRO shards over all data ranks"
+        raise OtherTargetError(found, ("torchtitan", "accelerate"), "plan with --pin data_replicate=1")
     if degrees.tensor > 1 and stage == 3:
         raise ValueError(
             f"ZeRO-3 with tensor={degrees.tensor}: DeepSpeed's AutoTP goes with ZeRO up to 2; plan with --pin tensor=1"

@@ -17,7 +17,7 @@ from ..plan.document import Plan, parts_in_words, parts_of
 from ..plan.frameworks import FRAMEWORKS
 from .accelerate import accelerate_settings
 from .deepspeed import deepspeed_settings
-from .export_notes import Settings
+from .export_notes import OtherTargetError, Settings
 from .megatron import megatron_words
 from .targets import NAMES, TARGETS, VERSIONS, Target
 from .torchtitan import torchtitan_words
@@ -47,6 +47,24 @@ def export(plan: Plan, target: str) -> Export:
     if target not in TARGETS:
         raise ValueError(f"cannot export to {target!r}: choose {', '.join(TARGETS)}")
     chosen: Target = next(name for name in TARGETS if name == target)
+    try:
+        return _exported(plan, chosen)
+    except OtherTargetError as refused:
+        takers = [other for other in refused.others if _takes(plan, other)]
+        ways = [f"export to {' or '.join(takers)}", refused.instead] if takers else [refused.instead]
+        raise ValueError(f"{refused.found}; {', or '.join(ways)}") from None
+
+
+def _takes(plan: Plan, target: Target) -> bool:
+    """Whether a target can say a plan."""
+    try:
+        _exported(plan, target)
+    except ValueError:
+        return False
+    return True
+
+
+def _exported(plan: Plan, chosen: Target) -> Export:
     _refuse_everywhere(plan, chosen)
     notes = _adapters_notes(plan)
     if chosen == "megatron":
@@ -82,20 +100,16 @@ def _refuse_everywhere(plan: Plan, target: Target) -> None:
             "plan without offload, for example --pin recompute=full"
         )
     if plan.model.packed and not FRAMEWORKS[target].packs:
-        raise ValueError(
-            f"{name} keeps no frozen weights in 4 bits: export to accelerate or deepspeed, or plan with --lora "
-            "...,base=bf16"
-        )
+        found = f"{name} keeps no frozen weights in 4 bits"
+        raise OtherTargetError(found, ("accelerate", "deepspeed"), "plan with --lora ...,base=bf16")
     if plan.model.without_dims and plan.degrees.sharded_over > 1 and target in ("torchtitan", "accelerate"):
         raise ValueError(
             f"{plan.model.without_dims} has no dims, and {name} gives it to fully_shard as it is, which takes none: "
             f"make it a tensor of one element, or plan --for {target}"
         )
     if plan.offload_optimizer and not FRAMEWORKS[target].offloads_optimizer:
-        raise ValueError(
-            f"the optimizer runs on the host; {name} moves parameters and gradients there, too: export to megatron or "
-            "deepspeed, or plan without offload"
-        )
+        found = f"the optimizer runs on the host; {name} moves parameters and gradients there, too"
+        raise OtherTargetError(found, ("megatron", "deepspeed"), "plan without offload")
 
 
 def _adapters_notes(plan: Plan) -> list[str]:

@@ -17,23 +17,30 @@ def with_sharded_optimizer(plan: Plan) -> str:
     return f'--setup "{" ".join(f"{word}={degree}" for word, degree in named.items() if degree > 1)} zero=1"'
 
 
+class OtherTargetError(ValueError):
+    """What a target cannot say of a plan, where others can: which of them take this one is for `export` to find out.
+
+    found: what of the plan, and why not. others: targets that have words for it. instead: how to plan without it.
+    """
+
+    def __init__(self, found: str, others: tuple[Target, ...], instead: str) -> None:
+        super().__init__(f"{found}; {instead}")
+        self.found, self.others, self.instead = found, others, instead
+
+
 def refuse_pipeline(plan: Plan, target: Target) -> None:
     """Raises ValueError for a plan with a pipeline, for targets whose settings say none."""
     if plan.degrees.pipeline > 1:
-        raise ValueError(
-            f"pipeline={plan.degrees.pipeline}: {NAMES[target]} has stages in code, not in its settings; plan with "
-            "--pin pipeline=1, or export to megatron or torchtitan"
-        )
+        found = f"pipeline={plan.degrees.pipeline}: {NAMES[target]} has stages in code, not in its settings"
+        raise OtherTargetError(found, ("megatron", "torchtitan"), "plan with --pin pipeline=1")
 
 
 def row_of(plan: Plan, target: Target) -> BlockRow:
     """The plan's row of blocks. Raises ValueError for a model that is none."""
     row = block_row(plan.layers)
     if row is None:
-        raise ValueError(
-            f"{plan.model.name} is no single row of numbered blocks, which is what {NAMES[target]} builds; export to "
-            "torchtitan or accelerate"
-        )
+        found = f"{plan.model.name} is no single row of numbered blocks, which is what {NAMES[target]} builds"
+        raise OtherTargetError(found, ("torchtitan", "accelerate"), "plan --for torchtitan or accelerate")
     return row
 
 
