@@ -172,9 +172,27 @@ def _api() -> str:
     return "\n".join(lines) + "\n"
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where the text of a number goes."""
+
+    number: int
+
+    def __repr__(self) -> str:
+        return f"<{self.number}>"
+
+
 def _signature(function: Any) -> str:
-    text = str(inspect.signature(function)).replace("self, ", "").replace("(self)", "()").replace("'", "")
+    signature, words = inspect.signature(function), list[str]()
+    parameters = []
+    for each in signature.parameters.values():
+        if isinstance(each.default, str | Path):  # kept whole: "plan.json" is no name in a module
+            words.append(f'"{each.default}"')
+            each = each.replace(default=_Place(len(words) - 1))
+        parameters.append(each)
+    text = str(signature.replace(parameters=parameters)).replace("self, ", "").replace("(self)", "()").replace("'", "")
     text = re.sub(r"(?:[a-z_]\w*\.)+(\w+)", r"\1", text)  # names without their modules; 1.0 stays
+    text = re.sub(r"<(\d+)>", lambda place: words[int(place[1])], text)
     if len(text) <= 90:
         return text
     head, _, tail = text.rpartition(") ->")

@@ -14,6 +14,7 @@ def test_references_are_current_and_links_lead_somewhere() -> None:
 
 def test_the_reference_of_python_shows_methods_and_defaults_as_they_are() -> None:
     shown = references()["reference/api.md"]
+    assert 'save(path: str | Path = "plan.json") -> Path' in shown
 
     assert "explain(*layouts: str, time_limit: float = 60.0) -> Explanation" in shown
     assert "### Trainer.step" in shown

@@ -139,7 +139,7 @@ class Device(Frozen):
     devices_per_machine: _Many | None = Field(
         default=None,
         description="where hosts are domains of fast links that span several machines, as the 18 trays of an NVL72 "
-        "rack: devices of one of these, which launchers call a node; null: a host is one",
+        "rack: devices of one of these, which launchers call a node; left out: a host is one",
     )
     link: Link = Field(description="between devices of one host, per device")
     network: Link = Field(description="between hosts, per host, usual for this platform")
