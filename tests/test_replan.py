@@ -6,8 +6,10 @@ import pytest
 
 from meshwright.executor.state.checkpoint_folder import Progress
 from meshwright.planner.plan.document import load_plan
+from meshwright.profiler.machine.cluster import load_device
 from support.cli import run_plan, save_profile, some_plan
 from support.interpreter import modules_after
+from support.synthetic import mixed
 
 
 @pytest.fixture
@@ -76,3 +78,37 @@ def test_what_is_missing_is_said(
 
     assert code == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "hosts", "price"),
+    [
+        (["--gpus", "8", "--price-per-hour", "2"], (2, 4), 2.0),
+        (["--gpus", "6"], (2, 3), None),
+        (["--instance", "p5.48xlarge", "--nodes", "2"], (2, 8), None),
+    ],
+)
+def test_the_machine_is_what_is_said_of_it_and_else_as_before(
+    run: Path, tmp_path: Path, flags: list[str], hosts: tuple[int, int], price: float | None
+) -> None:
+    saved, target = run / "step-00000120" / "plan.json", tmp_path / "new.json"
+    some_plan(shard=8, tensor=2, micro_batches=6, per_host=4).save(saved)
+    words = ["--checkpoint", str(run), "--model", str(save_profile(tmp_path)), "-o", str(target), "--time-limit", "1"]
+
+    assert run_plan("replan", *words, *flags) == 0
+
+    found = load_plan(target).cluster
+    assert (found.num_hosts, found.devices_per_host, found.price_per_hour) == (*hosts, price)
+
+
+def test_of_hosts_that_differ_it_is_asked_which_are_left(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = run / "step-00000120" / "plan.json"
+    unequal = mixed((1, 4, load_device("h100-80gb")), (1, 4, load_device("a100-40gb")))
+    load_plan(saved).model_copy(update={"cluster": unequal}).save(saved)
+
+    code = run_plan("replan", "--checkpoint", str(run), "--gpus", "4", "--model", str(save_profile(tmp_path)))
+
+    assert code == 2
+    assert "which of them are left is open: say it by --device" in " ".join(capsys.readouterr().err.split())

@@ -32,11 +32,16 @@ MODEL_RULE = "MODEL is a model.py, file.py:function, config.json, profile.json, 
 def read_cluster(machine: options.MachineOptions) -> ClusterSpec:
     """The cluster that the flags describe; what they leave open is taken from this machine, or assumed and noted."""
     found = _of_instances(machine) if machine.instance is not None else _of_devices(machine)
-    if machine.price_per_hour is None:
-        return found
-    price = {"price_per_hour": machine.price_per_hour}
-    hosts = (g.model_copy(update={"device": g.device.model_copy(update=price)}) for g in found.hosts)
-    return found.model_copy(update={"hosts": tuple(hosts)})
+    return with_price(found, machine.price_per_hour)
+
+
+def with_price(cluster: ClusterSpec, price_per_hour: float | None) -> ClusterSpec:
+    """The cluster whose devices cost so much; None: what they cost is as before."""
+    if price_per_hour is None:
+        return cluster
+    price = {"price_per_hour": price_per_hour}
+    hosts = (g.model_copy(update={"device": g.device.model_copy(update=price)}) for g in cluster.hosts)
+    return cluster.model_copy(update={"hosts": tuple(hosts)})
 
 
 def _of_instances(machine: options.MachineOptions) -> ClusterSpec:

@@ -163,13 +163,22 @@ def _print_ways(console: Console, speeds: "HostSpeeds", ways: "WaysOn") -> None:
 
 
 def _machine(before: Plan, now: options.MachineOptions) -> ClusterSpec:
-    """The cluster that the flags describe; devices are those of the plan before, if no others are named."""
-    if now.gpus is None and now.cluster is None:
+    """The cluster that the flags describe; devices, links and, of several, the size of hosts are those of the plan
+    before, if no others are named."""
+    if now.gpus is None and now.cluster is None and now.instance is None:
         raise ValueError("say how many GPUs there are now, for example --gpus 6 (or give a --cluster file)")
-    if now.device is not None or now.cluster is not None:
+    if now.device is not None or now.cluster is not None or now.instance is not None or now.nodes is not None:
         return inputs.read_cluster(now)
     count = inputs.whole_number("--gpus", now.gpus or "", "6")
-    links = {"link": before.cluster.hosts[0].link}
-    machine = cluster_of(before.cluster.device, count, now.gpus_per_node)
-    hosts = tuple(group.model_copy(update=links) for group in machine.hosts)
-    return machine.model_copy(update={"hosts": hosts, "network": before.cluster.between_hosts})
+    if len(before.cluster.kinds) > 1:
+        raise ValueError(
+            f"--gpus {count}: the plan before is for {before.cluster.devices}, on hosts that differ, so which of them "
+            "are left is open: say it by --device, or in a --cluster file"
+        )
+    first = before.cluster.hosts[0]
+    usual = {"devices_per_host": before.cluster.devices_per_host} if before.cluster.num_hosts > 1 else {}
+    machine = cluster_of(first.device.model_copy(update=usual), count, now.gpus_per_node)
+    alike = {"device": first.device, "link": first.link}
+    hosts = tuple(group.model_copy(update=alike) for group in machine.hosts)
+    found = machine.model_copy(update={"hosts": hosts, "network": before.cluster.between_hosts})
+    return inputs.with_price(found, now.price_per_hour)
