@@ -88,6 +88,13 @@ def test_a_faster_plan_pays_after_the_steps_that_make_up_for_the_restart() -> No
     assert pays_after(2.0, 2.0, COST, measured=True).startswith("it does not pay")
 
 
+def test_a_run_that_is_slower_than_predicted_makes_no_other_plan_faster() -> None:
+    plan = some_plan(shard=8)
+    priced = plan.model_copy(update={"prediction": prediction(plan, 0.2)})
+
+    assert whether_it_pays(priced, priced, COST).startswith("it does not pay: 2.00 s a step beside 2.00 s measured")
+
+
 def test_reading_a_checkpoint_is_timed(folder: Path) -> None:
     size, rate = read_rate(folder / "run")
 

@@ -93,16 +93,19 @@ def whether_it_pays(before: Plan, after: Plan, cost: Switching) -> str:
     """From when on it pays to go on by the plan `after`, in a sentence.
 
     With as many devices or more, the plan before could go on: its step is the measured one, or the predicted one. With
-    fewer it cannot, so that the other choice is to wait until they are back, and switching costs twice.
+    fewer it cannot, so that the other choice is to wait until they are back, and switching costs twice. Beside a
+    measured step that of `after` is as long as it is predicted to be beside that of `before`.
     """
-    now_s = 0.0 if after.prediction is None else after.prediction.step_time_s
+    predicted_s = None if before.prediction is None else before.prediction.step_time_s
+    off = cost.step_s / predicted_s if cost.step_s and predicted_s else 1.0
+    now_s = 0.0 if after.prediction is None else off * after.prediction.step_time_s
     if after.degrees.num_devices < before.degrees.num_devices:
         twice_s = 2 * cost.seconds - cost.lost_steps * (cost.step_s or 0.0)  # those are lost either way, and once
         return (
             f"it pays beside waiting if the others are away for more than {format_seconds(twice_s)} "
             f"({twice_s / now_s:,.0f} steps of {format_seconds(now_s)}): they cost a second switch when they are back"
         )
-    before_s = cost.step_s or (0.0 if before.prediction is None else before.prediction.step_time_s)
+    before_s = cost.step_s or predicted_s or 0.0
     return pays_after(before_s, now_s, cost, measured=cost.step_s is not None)
 
 
