@@ -166,6 +166,13 @@ def test_a_run_whose_links_became_slow_is_told_of_a_layout_that_needs_them_less(
     unknown = replanning(chosen.plan, PROFILE, write_run(tmp_path / "a.jsonl", chosen.plan, step_s, 60, axis_s, None))
     known = replanning(chosen.plan, PROFILE, write_run(tmp_path / "b.jsonl", chosen.plan, step_s, 60, axis_s, RESTART))
 
+    tells = [
+        step(60 + i, step_s, axis_s).model_copy(update={"rank_compute_s": (step_s / 2,) * CLUSTER.num_devices})
+        for i in range(6)
+    ]
+    told = replanning(chosen.plan, PROFILE, write_lines(tmp_path / "c.jsonl", header_of(chosen.plan), *tells))
+
+    assert " and compute as this run has them" in told[-1]
     assert "it would bring" in unknown[-1]
     assert "was not resumed" in unknown[-1]
     assert "it pays after" in known[-1]

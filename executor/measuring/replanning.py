@@ -16,12 +16,14 @@ from ...profiler.model.model_profile import ModelProfile
 from ..reporting.run_diagnosis import slower_axis
 from ..reporting.switching import WORTH, Switching, pays_after, restart_of, step_seconds, switching
 from ..run_document import RunStep, load_run
+from .measured_steps import computed_s
 from .measurement import WARM_UP_STEPS
 from .slow_hosts import HostSpeeds, SpeedsUnknownError, host_speeds
 from .slower_cluster import ways_on
 
 LINKS = ("link bandwidth", "link latency", "network bandwidth", "network latency", *COLLECTIVES)
-"""Constants that are fitted where a link explains a step that is longer than predicted; else those of COMPUTE are."""
+"""Constants that are fitted where a link explains a step that is longer than predicted, beside those of COMPUTE where
+ranks tell what they computed; else those of COMPUTE alone are."""
 
 _WEIGHED_S = 8.0
 """Seconds to weigh other layouts: in all, and with slow hosts for each way on."""
@@ -82,14 +84,16 @@ def _by_constants(
     axis = slower_axis(timed, told, step_s - expected_s)
     cluster = plan.cluster
     linked = cluster.device.model_copy(update={"link": cluster.link, "network": cluster.between_hosts})
-    measured = MeasuredStep(plan.label, plan, profile, step_s)
-    factors = refit(linked, [measured], COMPUTE if axis is None else LINKS).factors
+    compute_s = computed_s(plan, [step.rank_compute_s for step in timed])
+    measured = MeasuredStep(plan.label, plan, profile, step_s, compute_s=compute_s)
+    names = COMPUTE if axis is None else (*LINKS, *(COMPUTE if compute_s else ()))
+    factors = refit(linked, [measured], names).factors
     moved = plan.model_copy(update={"cluster": turned_hosts(cluster, factors)})
     own = estimate(moved, profile)
     others = [each for each in weighed(moved, own, profile, _WEIGHED_S) if each.plan is not None and each.estimate]
     fitting = [each for each in others if each.estimate is not None and each.estimate.fits]
     best = min(fitting, key=lambda each: each.estimate.step_time_s if each.estimate else 0.0, default=None)
-    what = "compute" if axis is None else f"links of {axis}"
+    what = "compute" if axis is None else f"links of {axis}{' and compute' if compute_s else ''}"
     if best is None or best.estimate is None or best.estimate.step_time_s > own.step_time_s * (1 - WORTH):
         return [
             f"replanning would not pay: with {what} as this run has them no layout that was weighed beside the plan is "
