@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -314,7 +314,8 @@ class Trainer:
         self._dealt = ""  # how `loader` was called last, in words
         self._begun: Any = None  # the first sample of the iterable that it was given
         self._looks = True  # whether ranks agree, before the next step
-        self._left: torch.Tensor | None = None  # what tells gradients after forward_backward
+        self._left: torch.Tensor | None = None  # what tells gradients and parameters after forward_backward
+        self._moved: torch.Tensor | None = None  # how far parameters were from that before the next one
         self._marks: list[torch.Tensor] = []  # of the shares since the last optimizer step
         self._stepped_groups = sizes_of_groups(self.optimizer)
         self._trained = {name: p.requires_grad for name, p in model.parameters.items()}
@@ -355,8 +356,11 @@ class Trainer:
         with self._in_step("within"):
             if loss is not None and self._loss is None:
                 raise ValueError("forward_backward(loss=...) of a model that returns its own loss: give none")
+            if self._left is not None:
+                moved = (self._left - self._own_norms())[1].abs()
+                self._moved = moved if self._moved is None else self._moved + moved
             losses, scales = self._accumulate(batch, scale, None if loss is None else CheckedLoss(loss))
-            self._left = self._own_norm()
+            self._left = self._own_norms() if self._has_parts_of_gradients else None
             found = self._loss_share(losses, scales)
             if self.mesh.device_mesh is not None:
                 dist.all_reduce(found)
@@ -370,12 +374,16 @@ class Trainer:
         with self._in_step("after"):
             return self._finish_step()
 
-    def _own_norm(self) -> torch.Tensor | None:
-        """A number that tells whether this rank's gradients were written to; None where that is everybody's right, for
-        they are those of the whole job already, or shards of them that know it."""
-        if self.plan.degrees.tensor * self.plan.degrees.pipeline == 1 and not self._gradients.averaged_after:
-            return None
-        return norms_of(local_gradients(self._applied.parameters.values()), self.mesh.device).sum()
+    @property
+    def _has_parts_of_gradients(self) -> bool:
+        """Whether what a rank has after forward_backward are neither the gradients of the whole job nor shards of them
+        that know it."""
+        return self.plan.degrees.tensor * self.plan.degrees.pipeline > 1 or self._gradients.averaged_after
+
+    def _own_norms(self) -> torch.Tensor:
+        """[of gradients, of parameters]: numbers that tell whether this rank's were written to."""
+        gradients = local_gradients(self._applied.parameters.values())
+        return torch.stack([norms_of(own, self.mesh.device).sum() for own in (gradients, self._local_parameters())])
 
     def _accumulate(
         self, batch: Any, scale: float, loss: Loss | None, ends_step: bool = False
@@ -455,7 +463,10 @@ class Trainer:
         step = self.progress.steps + 1
         given, self._given = self._given, []
         left, self._left = self._left, None
-        touched = None if left is None else left - cast(torch.Tensor, self._own_norm())
+        moved, self._moved = self._moved, None
+        # Now parameters may be written to (SAM puts them back); before, it was by gradients of which a rank has parts.
+        touched = [] if left is None else [(left - self._own_norms())[0].abs()]
+        touched += [] if moved is None else [moved]
         self._gradients.reduce()
         totals = self._totals(given, touched)
         norm = totals[1].sqrt()
@@ -516,8 +527,14 @@ class Trainer:
                     "more, which hold copies or shards of the same parameters: change them alike on all ranks; a "
                     "scheduler that looks at a loss must be given that of the job (metrics.loss, or evaluate's)"
                 )
-            if any(metrics.found[6:]):
-                way = "" if self.plan.model.decides_by_values else ", or plan with --pin tensor=1 --pin pipeline=1"
+            way = "" if self.plan.model.decides_by_values else ", or plan with --pin tensor=1 --pin pipeline=1"
+            if any(metrics.found[7:]):
+                raise ValueError(
+                    "parameters were written to between forward_backward() and the next one (as SAM ascends by the "
+                    "norm of all gradients), where a rank has only its part of the gradients under this plan, so that "
+                    f"each would go by another norm: change them after optimizer_step(){way}"
+                )
+            if any(metrics.found[6:7]):
                 raise ValueError(
                     "gradients were written to between forward_backward() and optimizer_step(), where a rank has only "
                     "its part of them under this plan (clip_grad_norm_ would clip each rank by another norm): give "
@@ -892,11 +909,12 @@ class Trainer:
         return self._replicas.no_sync() if self._replicas is not None and not now else nullcontext()
 
     def _totals(
-        self, given: list[tuple[list[torch.Tensor], list[Scale]]], touched: torch.Tensor | None
+        self, given: list[tuple[list[torch.Tensor], list[Scale]]], touched: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """[loss, squared gradient norm, what is finite unless the last step left parameters that are not, 0 where
         ranks of a share had the same samples, 0 where data ranks had as many micro-batches, 0 where ranks of a stage
-        step alike, 0 where gradients were left alone] of the whole job, with one small all-reduce."""
+        step alike, 0 where gradients were left alone, 0 where parameters were] of the whole job, with one small
+        all-reduce."""
         loss = torch.stack([self._loss_share(losses, scales) for losses, scales in given]).sum()
         marks, self._marks = torch.stack(self._marks).sum(0), []
         totals = torch.stack(
@@ -906,7 +924,7 @@ class Trainer:
                 self._spoiled(),
                 *marks,
                 mark_of_options(self.mesh, self.optimizer),
-                *([] if touched is None else [touched.abs()]),
+                *touched,
             ]
         )
         if self.mesh.device_mesh is not None:

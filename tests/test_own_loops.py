@@ -90,6 +90,39 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
         trainer.step(share)
 
 
+def ascending(name: str) -> list[float] | str:
+    """Losses of a loop that goes up the gradient before each step's own (sharpness-aware minimization); or why not."""
+    trainer = parallelize(TiedNet, plan_of(tied_profile(), **MORE[name]), adamw, loss=loss)
+    share = next(trainer.loader(samples))
+    found = []
+    for _ in range(2):
+        found.append(trainer.forward_backward(share).item())
+        trained = [p for p in trainer.model.parameters() if p.grad is not None]
+        with torch.no_grad():
+            norm = torch.stack([p.grad.norm() for p in trained if p.grad is not None]).norm()
+            before = [p.clone() for p in trained]
+            for p in trained:
+                p.add_(0.5 * p.grad / norm)
+        trainer.optimizer.zero_grad()
+        found.append(trainer.forward_backward(share).item())
+        with torch.no_grad():
+            for p, value in zip(trained, before, strict=True):
+                p.copy_(value)
+        try:
+            trainer.optimizer_step()
+        except ValueError as error:
+            return str(error)
+    return found
+
+
+@pytest.mark.slow
+def test_an_ascent_by_the_norm_of_all_gradients_is_that_of_one_process_or_refused() -> None:
+    sharded, tensor = (run_ranks(ascending, 2, name) for name in ("shards", "tensor"))
+
+    assert sharded[0] == pytest.approx(ascending("one"), rel=1e-5)
+    assert all(str(said).startswith("parameters were written to between forward_backward()") for said in tensor)
+
+
 def under_autocast(name: str) -> list[float]:
     """Gradients of two micro-batches, all under one autocast of the loop's own."""
     trainer = parallelize(TiedNet, plan_of(tied_profile(), **MORE[name]), adamw, loss=loss)
