@@ -54,8 +54,9 @@ LOSSES: dict[str, Loss] = {
     "class weights": lambda x, t: _flat(x, t, weight=torch.arange(1.0, TOTAL + 1).to(x.dtype)),
     "squared normaliser": lambda x, t: _flat(x, t) + 0.1 * x.logsumexp(-1).square().mean(),
     "probabilities": lambda x, t: _flat(x, t) + x.softmax(-1)[..., 2].mean(),
+    "of length one": lambda x, t: _flat(functional.normalize(x, dim=-1), t),
 }
-"""The last three need all classes at once."""
+"""The last four need all classes at once."""
 
 
 def _differences() -> dict[str, float]:

@@ -144,7 +144,7 @@ def _followed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             dim = _dim_after(func, name, x, args, kwargs)
             if dim is not None:
                 return _run_here(func, name, x, dim, args, kwargs)
-    if name.endswith("__set__") or name == "__setitem__" or "out" in kwargs or is_in_place(name):
+    if name.endswith("__set__") or name == "__setitem__" or kwargs.get("out") is not None or is_in_place(name):
         raise ValueError(
             f"{name} writes into logits whose classes are divided between tensor-parallel ranks, which the loss that "
             "was planned does not do; plan again with this loss"
