@@ -4,8 +4,10 @@ import functools
 import gc
 import itertools
 import random
+import runpy
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -17,6 +19,7 @@ from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.trace import trace
 from meshwright.profiler.running.fake_modes import LeanFakeMode, fake_mode
+from meshwright.profiler.running.forward_state import undone
 from meshwright.profiler.running.kept_results import fakes_forgotten, forget_fakes, forget_other_runs
 from support.habits import run
 
@@ -150,6 +153,24 @@ def test_functions_that_a_file_gets_later_are_found(monkeypatch: pytest.MonkeyPa
                 function(3)
 
         assert [later.cache_info().currsize, inside.cache_info().currsize] == [0, 0]
+
+
+def test_what_a_file_that_was_run_from_its_path_keeps_is_put_back(tmp_path: Path) -> None:
+    file = tmp_path / "run.py"
+    file.write_text(
+        "class Table:\n"
+        "    rows = None\n"
+        "TABLE = Table()\n"
+        "def look(x):\n"
+        "    TABLE.rows = x if TABLE.rows is None else TABLE.rows\n"
+        "    return TABLE.rows\n"
+    )
+    look = runpy.run_path(str(file))["look"]
+
+    with undone(look):
+        look(1)
+
+    assert look(2) == 2
 
 
 @pytest.mark.slow

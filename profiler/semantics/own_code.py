@@ -31,5 +31,9 @@ def _is_installed(file: str) -> bool:
 
 
 def is_in_own_file(code: Any) -> bool:
-    """Whether a function or class was defined in such a file."""
-    return is_own(code) and is_own_file(sys.modules.get(str(getattr(code, "__module__", ""))))
+    """Whether a function or class was defined in such a file. What was imported is known by its name; a file that was
+    run from its path alone (spec_from_file_location, runpy) may not be."""
+    name = getattr(code, "__module__", None)
+    if not isinstance(name, str) or not is_own(code):
+        return False
+    return name not in sys.modules or is_own_file(sys.modules[name])
