@@ -176,6 +176,17 @@ def test_samples_that_see_each_other_in_gradients_alone_couple(name: str) -> Non
     assert re.match("the gradient of .* in 4 samples is not the mean of its halves'", trace(odd(name)).coupling)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("neighbour_pairs", "the loss of 2 samples is .*, the mean of each one's alone nan"),
+        ("cross_correlation", "the loss of 4 samples is .*, the mean of its halves'"),
+    ],
+)
+def test_samples_that_are_pairs_or_see_each_other_behind_a_batch_norm_couple(name: str, words: str) -> None:
+    assert re.match(words, trace(odd(name)).coupling)
+
+
 def test_the_first_screen_says_that_samples_see_each_other() -> None:
     screen = " ".join(str(mw.plan(FOLDER / "unweighed_labels.py", gpus=2, device="cpu")).split())
 
@@ -203,6 +214,7 @@ def test_bounds_of_rows_are_not_cut() -> None:
         pytest.param("ragged", {"pipeline": 2, "schedule": "gpipe"}, marks=pytest.mark.slow),
         pytest.param("complex_weights", {"data_replicate": 2}, marks=pytest.mark.slow),
         pytest.param("penalty", {"data_replicate": 2}, marks=pytest.mark.slow),
+        pytest.param("penalty_in_loss", {"data_replicate": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_plans_of_odd_files_give_the_same_numbers(name: str, pins: dict[str, int]) -> None:

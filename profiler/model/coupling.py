@@ -128,14 +128,16 @@ def _by_numbers(loaded: LoadedModel, profile: ModelProfile) -> Samples:
         tries.insert(0, loaded.with_seq_len(_SHORT))
     for each in tries:
         try:
-            return _seen(each, _DRAWS if _DRAWS * flops <= _MOST_FLOPS else 1, profile.expert_modules)
+            draws = _DRAWS if _DRAWS * flops <= _MOST_FLOPS else 1
+            return _seen(each, draws, profile.expert_modules, profile.smallest_micro_batch == 1)
         except Exception:  # it runs at one length only, or needs what a CPU has not: nothing is seen then
             continue
     return Samples()
 
 
-def _seen(loaded: LoadedModel, draws: int, banks: Iterable[str]) -> Samples:
-    """What real numbers show, of so many batches: the most that any of them does."""
+def _seen(loaded: LoadedModel, draws: int, banks: Iterable[str], takes_one: bool) -> Samples:
+    """What real numbers show, of so many batches: the most that any of them does. takes_one: whether the model may be
+    given one sample."""
     coupling: Coupling | None = None
     gradients = bank = ""
     with torch.random.fork_rng(devices=[]):
@@ -148,15 +150,23 @@ def _seen(loaded: LoadedModel, draws: int, banks: Iterable[str]) -> Samples:
                 parts = [_half(batch, loaded, i) for i in range(2)]
                 weights = [1.0 if loaded.weight is None else float(loaded.weight(part)) for part in parts]
             shares = [weight / sum(weights) for weight in weights]
-            with SameDraws(), dice_apart(), _batch_norms_apart(), one_thread():
+            with SameDraws(), dice_apart(), _BatchNormsApart() as norms, one_thread():
                 with _calls_of(banks, module) as differing:
                     runs = [_RealRun(module, loaded, batch, drawn)]
-                runs += [_RealRun(module, loaded, part, drawn) for part in parts]
+                for part in parts:
+                    norms.begin_again()
+                    runs.append(_RealRun(module, loaded, part, drawn))
+                alone = []
+                if takes_one and weights[0]:
+                    with suppress(Exception):  # what it cannot do with one sample
+                        for part in (_half(parts[0], loaded, i) for i in range(2)):
+                            norms.begin_again()
+                            alone.append(_RealRun(module, loaded, part, drawn))
             bank = bank or next(iter(differing), "")
             if not all(math.isfinite(run.loss) for run in runs):
                 break
             gradients = next((run.out_of_proportion for run in runs if run.out_of_proportion), gradients)
-            found = _between(runs, shares, not gradients)
+            found = _between(runs, shares, not gradients) or _in_pairs(runs[1], alone)
             coupling = found if coupling is None or (found is not None and found.much) else coupling
             if coupling is not None and (coupling.much or coupling.weighs):
                 break
@@ -243,6 +253,17 @@ def _between(runs: "list[_RealRun]", shares: list[float], in_proportion: bool) -
     if apart >= (_MUCH if has_own and difference < _ROUNDING else _MUCH_APART):
         return Coupling(by_gradient, much=True)
     return Coupling(by_loss if difference >= _ROUNDING else by_gradient, much=False)
+
+
+def _in_pairs(two: "_RealRun", alone: "list[_RealRun]") -> Coupling | None:
+    """Whether samples that are neighbours belong together, as where a loss holds every other one against the next.
+    alone: runs of each of the two, [] if there are none."""
+    if len(alone) < 2:
+        return None
+    mean = sum(run.loss for run in alone) / 2
+    if abs(two.loss - mean) <= _MUCH * max(abs(two.loss), abs(mean), 1e-12):  # not so where that is no number
+        return None
+    return Coupling(f"the loss of 2 samples is {two.loss:.5g}, the mean of each one's alone {mean:.5g}", much=True)
 
 
 def _share_of_first(
@@ -362,20 +383,36 @@ def _own(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-@contextmanager
-def _batch_norms_apart() -> Iterator[None]:
-    """Batch norms normalise every sample alike, by no statistics of the batch."""
-    original: Callable[..., torch.Tensor] = functional.batch_norm
+class _BatchNormsApart:
+    """While it lasts batch norms normalise every run by what the first saw of its batch, in the order of their calls:
+    so that samples see each other in them no more, and what comes after is given numbers as large as in training."""
 
-    def fixed(
-        input: torch.Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, *more: Any,
-        **named: Any,
+    def __init__(self) -> None:
+        self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._next = 0
+        self._patch = patch.object(functional, "batch_norm", partial(self._fixed, functional.batch_norm))
+
+    def __enter__(self) -> "_BatchNormsApart":
+        self._patch.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.__exit__(*error)
+
+    def begin_again(self) -> None:
+        """Another run begins."""
+        self._next = 0
+
+    def _fixed(
+        self, original: Callable[..., torch.Tensor], input: torch.Tensor, running_mean: Any, running_var: Any,
+        weight: Any = None, bias: Any = None, *more: Any, **named: Any,
     ) -> torch.Tensor:  # fmt: skip
-        mean, variance = input.new_zeros(input.shape[1]), input.new_ones(input.shape[1])
+        self._next += 1
+        if self._next > len(self._seen):
+            variance, mean = torch.var_mean(input.detach(), [0, *range(2, input.dim())], correction=0)
+            self._seen.append((mean, variance))
+        mean, variance = self._seen[self._next - 1]
         return original(input, mean, variance, weight, bias, training=False, eps=named.get("eps", 1e-5))
-
-    with patch.object(functional, "batch_norm", fixed):
-        yield
 
 
 _HALF = (torch.float16, torch.bfloat16)
