@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -243,7 +243,7 @@ def _check_loss(fake: FakeModel, watch: ChainWatch) -> None:
     given = {watch.storages.number(tensor) for tensor in watch.returned}
     named = {name: watch.storages.number(parameter) for name, parameter in fake.module.named_parameters()}
     read = {name for event in watch.events[watch.loss_from :] for name in event.parameters}
-    for name in sorted(read - watch.read_before_loss):
+    for name in sorted(read - watch.read_before_loss - watch.read_back):
         if fake.loaded.loss is not None and named[name] not in given:
             raise ValueError(
                 f"loss(output, batch) of {fake.loaded.source} reads {name}, which is not in the output, from a model "
@@ -298,10 +298,13 @@ def check_unwritten(tensor: torch.Tensor, version: int, whose: str) -> None:
 def _noting(grad: Callable[..., Any], watch: ChainWatch) -> Callable[..., Any]:
     """torch.autograd.grad, noted as an act of the model."""
 
+    @wraps(grad)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        watch.inputs.transforms = True
-        watch.inputs.differentiates |= not any(map(is_wrapped, tree_leaves((args, kwargs))))
-        return grad(*args, **kwargs)
+        watch.inputs.transforms = watch.inputs.transforms or watch.running
+        if not any(map(is_wrapped, tree_leaves((args, kwargs)))):
+            watch.inputs.differentiates = watch.inputs.differentiates or watch.running
+        with watch.reading_back():
+            return grad(*args, **kwargs)
 
     return noted
 
@@ -511,7 +514,8 @@ def _why_one(root: nn.Module, units: Units, watch: ChainWatch) -> str:
     """Why a model of which nothing had to be joined is one layer all the same."""
     name = type(root).__name__
     if watch.inputs.transforms:
-        return "the forward differentiates or maps itself (autograd.grad, torch.func), so all of it is one layer"
+        who = watch.inputs.transforms
+        return f"{who} differentiates or maps the model (autograd.grad, torch.func), so all of it is one layer"
     if any(event.key[1] == "CheckpointFunction" for event in watch.events):
         return (
             f"{name} has its layers repeated by reentrant checkpoints, inside of which they are not seen "
@@ -560,8 +564,8 @@ def _sharding_problem(fake: FakeModel, watch: ChainWatch, layers: tuple[Layer, .
     """Why fully_shard cannot take the model's modules; '' if it can."""
     if fake.whole_because:
         return fake.whole_because
-    if watch.inputs.differentiates:
-        return "the forward calls torch.autograd.grad, for which fully_shard does not gather parameters again"
+    if who := watch.inputs.differentiates:
+        return f"{who} calls torch.autograd.grad, for which fully_shard does not gather parameters again"
     if watch.inputs.swaps:
         return "the forward calls torch.func.functional_call, whose tensors fully_shard replaces by its parameters"
     if changed := watch.inputs.changes_copies:

@@ -34,6 +34,9 @@ Key = tuple[str, str, int]
 
 LOSS: Key = ("loss", "loss", 0)
 
+FORWARD = "the forward"
+"""In words, beside the loss."""
+
 
 @dataclass
 class CallEvent:
@@ -144,14 +147,14 @@ class Inputs:
         """Whether modules are given what may hold tensors that nobody sees there."""
         self.read_aside: list[str] = []
         """Modules that keep aside what they return, too, where something reads it."""
-        self.transforms = False
-        """Whether the model differentiates or maps itself."""
+        self.transforms = ""
+        """What differentiates or maps the model or a part of it: the forward, or the loss; '' if neither does."""
         self.overwrites = False
         """Whether anything writes into what a module or function before has made."""
         self.swaps = False
         """Whether it puts tensors in the place of a module's parameters."""
-        self.differentiates = False
-        """Whether it does so by torch.autograd.grad."""
+        self.differentiates = ""
+        """What does so by torch.autograd.grad."""
         self.hooks_inside = False
         """Whether a layer puts hooks on gradients of its own."""
         self.hooks_between = False
@@ -190,7 +193,8 @@ class Inputs:
         self._objects.append([(x, _held_by(x)) for x in _changeable((*args, *kwargs.values()))])
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        self.transforms |= any(map(is_wrapped, tree_leaves((args, output))))
+        if any(map(is_wrapped, tree_leaves((args, output)))):
+            self.transforms = self.transforms or FORWARD
         for given, before in self._objects.pop():
             now = _held_by(given)
             if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
@@ -270,6 +274,8 @@ class ChainWatch(Mode):
         self.loss_from = 0
         self.returned: list[torch.Tensor] = []
         self.read_before_loss: set[str] = set()
+        self.read_back: set[str] = set()
+        """Parameters that a derivative reads of what was computed with them (autograd.grad)."""
         self.inputs = Inputs(fake.module, units.names)
         self._outputs = recording_outputs(fake.module, units.names, self.cursor, self.shapes)
         self._inputs = self.inputs.watched()
@@ -304,6 +310,19 @@ class ChainWatch(Mode):
 
         with noting_repeated(begins, ends):
             yield
+
+    @property
+    def running(self) -> str:
+        """What runs now, the forward or the loss, in words."""
+        return "the loss" if self.loss_from else FORWARD
+
+    @contextmanager
+    def reading_back(self) -> Iterator[None]:
+        """While it lasts, parameters are read for a derivative of what was computed with them before."""
+        first = max(len(self.events) - 1, 0)
+        before = {name for event in self.events[first:] for name in event.parameters}
+        yield
+        self.read_back |= {name for event in self.events[first:] for name in event.parameters} - before
 
     def start_loss(self, returned: list[torch.Tensor]) -> None:
         """The module has returned these; what follows is the loss."""

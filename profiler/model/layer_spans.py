@@ -51,8 +51,8 @@ def spans_of(units: Units, watch: ChainWatch, run: nx.DiGraph) -> LayerSpans:
         names = dict.fromkeys(event.key[1] for event in watch.events[first : last + 1] if event.key[0] == "module")
         repeated = f"the forward has {' and '.join(names) or 'functions'} repeated together in backward"
         found.join(first, last, f"{repeated} (torch.utils.checkpoint), so all between is one layer")
-    if watch.inputs.transforms:
-        found.join_all("the forward differentiates or maps itself (autograd.grad, torch.func)")
+    if who := watch.inputs.transforms:
+        found.join_all(f"{who} differentiates or maps the model (autograd.grad, torch.func)")
     if watch.inputs.hooks_between:
         found.join_all("the forward hooks itself onto gradients between layers (register_hook)")
     for place in watch.inputs.read_again:

@@ -276,7 +276,7 @@ class FakeModel:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         dtype = self.dtype if cast and leaf.is_floating_point() else leaf.dtype
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=dtype)
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=dtype, requires_grad=leaf.requires_grad)
 
 
 def fake_model(loaded: LoadedModel, dtype: torch.dtype, knows_layout: bool = False) -> FakeModel:
