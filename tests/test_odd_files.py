@@ -215,6 +215,8 @@ def test_bounds_of_rows_are_not_cut() -> None:
         pytest.param("complex_weights", {"data_replicate": 2}, marks=pytest.mark.slow),
         pytest.param("penalty", {"data_replicate": 2}, marks=pytest.mark.slow),
         pytest.param("penalty_in_loss", {"data_replicate": 2}, marks=pytest.mark.slow),
+        pytest.param("expert_loop", {"data_shard": 2}, marks=pytest.mark.slow),
+        pytest.param("expert_loop", {"pipeline": 2, "schedule": "zb-h1"}, marks=pytest.mark.slow),
     ],
 )
 def test_plans_of_odd_files_give_the_same_numbers(name: str, pins: dict[str, int]) -> None:

@@ -222,7 +222,7 @@ class RandomNumbers:
             return known(mode, leaf) if is_known else fake(leaf)
 
         mode = fake_mode()
-        with knowing_numbers(mode), torch.no_grad(), torch.random.fork_rng([]):
+        with knowing_numbers(mode, "even"), torch.no_grad(), torch.random.fork_rng([]):
             whole = copied(model, fake).train()
             self._watch_layers([whole])
             self._calls.clear()

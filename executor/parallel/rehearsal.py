@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...planner.plan.document import Plan
 from ...profiler.model.building import in_evaluation, replace_tensors
+from ...profiler.model.loaded import Choices
 from ...profiler.model.model_profile import Producer
 from ...profiler.running.fake_modes import fake_mode
 from ...profiler.running.forward_state import undone, version_of
@@ -96,6 +97,7 @@ class Rehearsal:
         self._expert_modules = plan.model.expert_modules
         self._crossing = {tensor.producer for tensor in plan.model.tensors}
         self._knows_batch = False
+        self._choices: Choices = ""
         self._found: dict[tuple[Any, ...], tuple[dict[tuple[str, int], Stub], dict[Producer, Like], bool]] = {}
         self._model = model
         for norm in synced_norms(model) if is_own else ():
@@ -129,13 +131,16 @@ class Rehearsal:
         return self._found[key]
 
     def _deciding(self, *args: Any) -> "_Seen":
-        """What a run shows; with the numbers of the micro-batch, if the model decides by them."""
-        if not self._knows_batch:
-            try:
-                return self._run(*args)
-            except (DataDependentOutputException, DynamicOutputShapeException):
-                self._knows_batch = True
-        return self._run(*args)
+        """What a run shows; with the numbers of the micro-batch, if the model decides by them, and with even choices of
+        a router, if by these, which make no difference to what crosses."""
+        try:
+            return self._run(*args)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if self._choices:
+                raise
+            self._choices = "even" if self._knows_batch else ""
+            self._knows_batch = True
+        return self._deciding(*args)
 
     def _run(
         self,
@@ -160,7 +165,7 @@ class Rehearsal:
             return known(self._mode, leaf) if is_known else fake(leaf)
 
         notes = _Notes(self._crossing)
-        mode = knowing_numbers(self._mode) if self._knows_batch else self._mode
+        mode = knowing_numbers(self._mode, self._choices) if self._knows_batch else self._mode
         with ExitStack() as hooks, mode, torch.no_grad():
             model = self._model
             replace_tensors(model, fake)

@@ -34,7 +34,7 @@ from .coupling import Coupling, samples_of
 from .crossing_tensors import batch_tensors, crossing_tensors
 from .expert_trial import with_problems
 from .lengths import at_seq_len
-from .loaded import LoadedModel
+from .loaded import Choices, LoadedModel
 from .mixed_precision import mixed_precision_problem
 from .model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut, fingerprint_of
 from .run_sizes import RunSizes
@@ -159,27 +159,51 @@ def _of_few_tokens(
 def _by_values(
     loaded: LoadedModel, decision: str, lengths: bool, progress: Progress, cuts: bool, draws: bool
 ) -> ModelProfile:
-    """Profile of a model that decides by numbers which nothing but its weights give: of real ones, or (if it is too
-    large for that) of its choices by scores taken as even. draws: it decides by Python's or numpy's random numbers."""
+    """Profile of a model that decides by numbers which nothing but its weights give: of its choices by scores taken as
+    even, where they decide only how many rows each expert gets (or the model is too large for more); else of real
+    numbers. draws: it decides by Python's or numpy's random numbers."""
     elements = sum(parameter.numel() for parameter in fake_model(loaded, torch.float32).module.parameters())
-    if elements <= _MOST_REAL_ELEMENTS:
-        return _on_real_tensors(loaded, decision, lengths, progress, draws)
-    even = replace(loaded, choices="even")
-    try:
-        profile = _without_numbers(even, lengths, progress, cuts, knows_layout=True)
-    except DecidesByValuesError as error:
-        raise ValueError(
-            f"{loaded.source} decides by the values of its tensors what to compute, at {decision}, so it must be run "
-            f"with real numbers; {elements:,} parameters are too many for that (at most {_MOST_REAL_ELEMENTS:,}). Let "
-            "the decision depend on shapes or on the configuration, or profile a smaller version: model.py:small"
-        ) from error
+    even, first = (replace(loaded, choices=choices) for choices in _CHOICES)
     note = (
         f"experts are taken to be chosen evenly, as many tokens for each: by what a router chooses {decision} decides"
     )
-    update: dict[str, Any] = {"notes": (note, *profile.notes)}
-    if parameters_read(even) != parameters_read(replace(loaded, choices="first")):
-        update["decides_by_values"] = decision
-    return profile.model_copy(update=update)
+    is_large = elements > _MOST_REAL_ELEMENTS
+    try:
+        alike = not draws and _are_alike(even, first)
+        if alike or is_large:
+            profile = _without_numbers(even, lengths, progress, cuts, knows_layout=True)
+            update: dict[str, Any] = {"notes": (note, *profile.notes)}
+            if not alike:
+                update["decides_by_values"] = decision
+            return profile.model_copy(update=update)
+    except DecidesByValuesError as error:
+        if is_large:
+            raise ValueError(
+                f"{loaded.source} decides by the values of its tensors what to compute, at {decision}, so it must be "
+                f"run with real numbers; {elements:,} parameters are too many for that (at most "
+                f"{_MOST_REAL_ELEMENTS:,}). Let the decision depend on shapes or on the configuration, or profile a "
+                "smaller version: model.py:small"
+            ) from error
+    except ValueError:  # what it does not do on fake tensors it may do on real ones
+        if is_large:
+            raise
+    return _on_real_tensors(loaded, decision, lengths, progress, draws)
+
+
+_CHOICES: tuple[Choices, Choices] = ("even", "first")
+
+
+def _are_alike(one: LoadedModel, other: LoadedModel) -> bool:
+    """Whether a forward reads the same parameters whichever choices are known, and makes tensors of the same sizes for
+    later layers: then all ranks run the same layers, though an expert gets more rows on one than on another."""
+    if parameters_read(one) != parameters_read(other):
+        return False
+    seen = []
+    for loaded in (one, other):
+        fake = fake_model(loaded, torch.bfloat16, knows_layout=True)
+        chain = observe(fake, 2, loaded.seq_len)
+        seen.append([(crossing.producer, crossing.spec.shape) for crossing in chain.crossings])
+    return seen[0] == seen[1]
 
 
 def _on_real_tensors(
