@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -322,6 +323,27 @@ def test_groups_that_an_optimizer_gets_later_are_stepped_or_refused() -> None:
     trainer.optimizer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     with pytest.raises(ValueError, match=r"shape \[3\] was added to the optimizer that is none of the model's"):
         trainer.step(whole())
+
+
+def test_a_group_that_an_optimizer_got_later_is_there_before_its_state_is_resumed(tmp_path: Path) -> None:
+    def begun() -> tuple[Any, dict[str, Any]]:
+        trainer = trainer_of("one", optimizer=lambda p: SGD(p[:-1], lr=0.1, momentum=0.9))
+        return trainer, {"params": list(trainer.model.parameters())[-1:]}
+
+    trainer, group = begun()
+    trainer.optimizer.add_param_group(group)
+    trainer.step(whole())
+    trainer.save(tmp_path)
+    trainer.close()
+    expected = trainer.optimizer.state[group["params"][0]]["momentum_buffer"]
+
+    trainer, group = begun()
+    with pytest.raises(ValueError, match=r"has a state for .* in no parameter group here.* before resume\(\)"):
+        trainer.resume(tmp_path)
+    trainer.optimizer.add_param_group(group)
+    trainer.resume(tmp_path)
+
+    torch.testing.assert_close(trainer.optimizer.state[group["params"][0]]["momentum_buffer"], expected)
 
 
 def test_no_group_is_added_where_the_optimizer_steps_copies() -> None:

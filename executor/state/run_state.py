@@ -190,7 +190,8 @@ class State(ModelState):
     def load_optimizer(self, tensors: dict[str, dict[str, torch.Tensor]], stages: Iterable[dict[str, Any]]) -> None:
         """Give the optimizer what was saved: tensors of this rank, and what all stages saved beside them.
 
-        Raises ValueError if parameters of one group were saved in groups of different options.
+        Raises ValueError if parameters of one group were saved in groups of different options, or if a trained one with
+        a state is in no group here.
         """
         scalars: dict[str, dict[str, Any]] = {}
         options: dict[str, dict[str, Any]] = {}
@@ -217,6 +218,16 @@ class State(ModelState):
                 if state and self._is_here(p):
                     document["state"][index] = state
             count += len(own)
+        stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        for p in self._parameters:
+            if id(self._stepped[p.own_name]) in stepped or not p.tensor.requires_grad or not self._is_here(p):
+                continue
+            if tensors[p.own_name] or p.name in scalars:
+                raise ValueError(
+                    f"the checkpoint's optimizer has a state for {p.name}, which is in no parameter group here, and "
+                    "would lose it: add groups that the optimizer got later (add_param_group) before resume(), or "
+                    "freeze what is not to be trained any more (requires_grad_(False))"
+                )
         self._optimizer.load_state_dict(document)
 
     def _optimizer_state(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, Any]]]:
