@@ -3,6 +3,7 @@
 import atexit
 import inspect
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -182,7 +183,14 @@ def solid(x: torch.Tensor) -> torch.Tensor:
 
 def has_step_pre_hooks(optimizer: Optimizer) -> bool:
     """Whether something was registered to run before an optimizer's steps."""
-    return bool(optimizer._optimizer_step_pre_hooks)
+    return bool(getattr(optimizer, "_optimizer_step_pre_hooks", None))
+
+
+def before_steps(optimizer: Optimizer, hook: Callable[..., None]) -> None:
+    """Call `hook` before each step of an optimizer; not where its class has left out what torch gives optimizers for
+    that (some that wrap others do), or has plain dicts there, to which torch cannot refer weakly."""
+    if isinstance(getattr(optimizer, "_optimizer_step_pre_hooks", None), OrderedDict):
+        optimizer.register_step_pre_hook(hook)
 
 
 def source_of(x: torch.Tensor) -> tuple[Node, int]:

@@ -88,7 +88,7 @@ from .state.run_state import ModelState, State
 from .state.weight_files import WeightFormat
 from .state.weights import Loading, Weights, refuse_no_weights, refuse_whole_weights
 from .telemetry import ComputedSeconds, Telemetry
-from .torch_compat import accelerator, data_parallel, forget_groups, remove_replication
+from .torch_compat import accelerator, before_steps, data_parallel, forget_groups, remove_replication
 from .watch import GRACE_S, HANG_S, LONGER, Watch, watched
 
 
@@ -280,7 +280,7 @@ class Trainer:
         self._shard = mesh.rank if isinstance(self._stepped, WholeMatrices) else shard  # each steps what it owns
         check_optimizers(mesh, self.optimizer)
         tell_step_hooks(self.optimizer, plan, mesh.rank, owned=isinstance(self._stepped, WholeMatrices))
-        self.optimizer.register_step_pre_hook(self._only_in_steps)
+        before_steps(self.optimizer, self._only_in_steps)
         self._steps_now = False
         self._applied = model
         self._loss = loss

@@ -1,5 +1,6 @@
 """Optimizers that look at whole matrices do under any plan what they do in one process, or are refused at once."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -152,6 +153,39 @@ def test_it_is_saved_and_goes_on_under_another_plan(optimizer: str, tmp_path: Pa
     assert_same(optimizer, state, parameters)
 
 
+class Lookahead(Optimizer):
+    """Goes half of the way that another optimizer has gone, every other step; keeps no hooks, as some such do."""
+
+    def __init__(self, params: Any) -> None:
+        self.base = adamw(params)
+        self.param_groups, self.defaults, self.state = self.base.param_groups, {}, defaultdict(dict)
+        for group in self.param_groups:
+            group["count"] = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("slow", p.clone())
+        self.base.step()
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"] if group["count"] % 2 == 0 else ():
+                p.copy_(self.state[p]["slow"].lerp_(p, 0.5))
+
+
+def test_an_optimizer_around_another_is_saved_with_what_that_keeps(tmp_path: Path) -> None:
+    losses, _ = alone(Lookahead)
+
+    first, *_ = by_plan(Lookahead, {}, tmp_path, 0, 3)
+    rest, *_ = by_plan(Lookahead, {}, tmp_path, 3)
+
+    assert first + rest == pytest.approx(losses, rel=LOSS)
+
+
 class Unchanging(Optimizer):
     """Hides its parameters from whoever looks at its groups."""
 
@@ -222,6 +256,7 @@ class NoisySGD(SGD):
         (lambda p: torch.optim.Adagrad(p), "no"),
         (lambda p: AdamW(p, lr=0.0, fused=True), "no"),
         (Signed, "no"),
+        (Lookahead, "no"),
         (adafactor, "yes"),
         (lamb, "yes"),
         (lambda p: Muon([x for x in p if x.ndim == 2]), "yes"),

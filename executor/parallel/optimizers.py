@@ -71,6 +71,16 @@ def _wants_closure(optimizer: Optimizer) -> bool:
     return found is not None and found.default is found.empty
 
 
+def optimizers_inside(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Name -> the optimizer that one holds under it and lets step its own parameters, as Lookahead does."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {
+        name: inner
+        for name, inner in vars(optimizer).items()
+        if isinstance(inner, Optimizer) and {id(p) for group in inner.param_groups for p in group["params"]} == own
+    }
+
+
 def sizes_of_groups(optimizer: Optimizer) -> list[int]:
     """How many parameters each group has."""
     return [len(group["params"]) for group in optimizer.param_groups]

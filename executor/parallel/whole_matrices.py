@@ -27,7 +27,7 @@ from ..apply import AppliedModel
 from ..torch_compat import all_gather_single, own_group
 from .host_optimizer import HostParameters
 from .mesh import RankMesh, mechanism
-from .optimizers import JoinedOptimizers, MakeOptimizer, keep_attributes, optimizer_of
+from .optimizers import JoinedOptimizers, MakeOptimizer, keep_attributes, optimizer_of, optimizers_inside
 
 
 def looks_at_whole_matrices(optimizer: Optimizer) -> Literal["yes", "no"] | str:
@@ -174,6 +174,10 @@ def _copied(optimizer: Optimizer) -> Optimizer:
             setattr(own, name, copy.deepcopy(getattr(optimizer, name)))
     own.state = defaultdict(dict)
     own.param_groups = []
+    for name, inner in optimizers_inside(optimizer).items():
+        made = _copied(inner)
+        made.param_groups = own.param_groups
+        setattr(own, name, made)
     return own
 
 

@@ -14,6 +14,7 @@ from ...planner.plan.document import Plan
 from ..apply import AppliedModel
 from ..parallel.host_optimizer import HostParameters
 from ..parallel.mesh import RankMesh
+from ..parallel.optimizers import optimizers_inside
 from ..parallel.whole_matrices import WholeMatrices
 from .boxes import Box, boxes
 from .extra_state import Extra, Place, Refill, Stateful, extra_key, extra_of, like_place, loader_state, places_of
@@ -68,6 +69,7 @@ class State(ModelState):
     ) -> None:
         super().__init__(model, plan, mesh)
         self._optimizer = optimizer
+        self._inside = optimizers_inside(optimizer)
         self._whole = instead if isinstance(instead, WholeMatrices) else None
         self.begin_anew()
         given = model.parameters if instead is None else instead.parameters
@@ -228,14 +230,18 @@ class State(ModelState):
                     "would lose it: add groups that the optimizer got later (add_param_group) before resume(), or "
                     "freeze what is not to be trained any more (requires_grad_(False))"
                 )
-        self._optimizer.load_state_dict(document)
+        if not self._inside:
+            self._optimizer.load_state_dict(document)
+            return
+        for prefix, optimizer in {"": self._optimizer, **{f"{n}:": inner for n, inner in self._inside.items()}}.items():
+            _fill(optimizer, document, prefix)
 
     def _optimizer_state(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, Any]]]:
         """(name here -> state -> what is shaped like the parameter, first name -> state -> what is one value)."""
         tensors: dict[str, dict[str, torch.Tensor]] = {p.own_name: {} for p in self._parameters}
         scalars: dict[str, dict[str, Any]] = {}
         for p in self._parameters:
-            for kind, value in self._optimizer.state.get(self._stepped[p.own_name], {}).items():
+            for kind, value in self._states(p).items():
                 if not isinstance(value, torch.Tensor) or value.dim() == 0 < self._stepped[p.own_name].dim():
                     scalars.setdefault(p.name, {})[kind] = value
                 elif value.shape == p.tensor.shape or self._is_whole(p):
@@ -248,6 +254,14 @@ class State(ModelState):
                     )
         return tensors, scalars
 
+    def _states(self, p: Place) -> dict[str, Any]:
+        """What the optimizer keeps for a parameter, by kind; of one inside of it under its name: "base:exp_avg"."""
+        stepped = self._stepped[p.own_name]
+        found = dict(self._optimizer.state.get(stepped, {}))
+        for name, inner in self._inside.items():
+            found |= {f"{name}:{kind}": value for kind, value in inner.state.get(stepped, {}).items()}
+        return found
+
     def _groups(self) -> list[dict[str, Any]]:
         names = {id(self._stepped[p.own_name]): p.name for p in self._parameters}
         return [
@@ -259,11 +273,23 @@ class State(ModelState):
         ]
 
 
+def _fill(optimizer: Optimizer, document: dict[str, Any], prefix: str) -> None:
+    """Give an optimizer in its place options of groups, and of what is kept for parameters what has this before its
+    kind: those that wrap others share groups with them, which torch's load_state_dict would make anew."""
+    for group, saved in zip(optimizer.param_groups, document["param_groups"], strict=True):
+        group |= {key: value for key, value in saved.items() if key != "params"}
+        for index, parameter in zip(saved["params"], group["params"], strict=True):
+            kept = document["state"].get(index, {}).items()
+            own = {kind.removeprefix(prefix): v for kind, v in kept if kind.rpartition(":")[0] == prefix.rstrip(":")}
+            if own:
+                optimizer.state[parameter] = own
+
+
 def _is_one_value(kind: str, have_dims: set[str]) -> bool:
     """Whether a state without dims, of a parameter without dims, is a count or the like, and not shaped as the
     parameter. have_dims: states that other parameters have with dims; where no others were trained, torch's own name
     for a count (Optimizer.load_state_dict goes by it, too) tells."""
-    return kind not in have_dims if have_dims else kind == "step"
+    return kind not in have_dims if have_dims else kind.rpartition(":")[2] == "step"
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
