@@ -2,6 +2,8 @@
 ruled out where shards would not be they."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -196,34 +198,42 @@ class RepeatsInside(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
-class KeepsProducts(nn.Module):
-    """A layer whose backward runs it again, but for its product."""
+@contextmanager
+def once() -> Iterator[None]:
+    """Can be entered one time."""
+    yield
 
-    def __init__(self) -> None:
+
+KEEPING_PRODUCTS = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+
+class RepeatsInContexts(nn.Module):
+    """A layer whose backward runs it again, in contexts of its own."""
+
+    def __init__(self, contexts: Any) -> None:
         super().__init__()
-        self.inner = nn.Linear(8, 8)
+        self.inner, self.contexts = nn.Linear(8, 8), contexts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        products = [torch.ops.aten.addmm.default]
         kept: torch.Tensor = checkpoint(
-            lambda x: self.inner(x).tanh(),
-            x,
-            use_reentrant=False,
-            context_fn=partial(create_selective_checkpoint_contexts, products),
+            lambda x: self.inner(x).tanh(), x, use_reentrant=False, context_fn=self.contexts
         )
         return kept
 
 
-def test_a_model_with_selective_checkpoints_is_under_no_zero_bubble_schedule() -> None:
+@pytest.mark.parametrize("contexts", [KEEPING_PRODUCTS, lambda: (once(), once())])
+def test_checkpoints_in_contexts_of_their_own_are_under_no_zero_bubble_schedule(contexts: Any) -> None:
     profile = trace(
         load_model(
-            lambda: nn.Sequential(nn.Linear(8, 8), KeepsProducts(), nn.Linear(8, 8)),
+            lambda: nn.Sequential(nn.Linear(8, 8), RepeatsInContexts(contexts), nn.Linear(8, 8)),
             batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
             loss=lambda output, batch: (output - batch[1]).square().mean(),
         )
     )
 
-    assert "selective checkpoints" in str(zero_bubble_rule(profile, TrainingSpec(global_batch=8, precision="fp32")))
+    assert "with context_fn, as selective ones" in str(
+        zero_bubble_rule(profile, TrainingSpec(global_batch=8, precision="fp32"))
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

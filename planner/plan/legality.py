@@ -366,8 +366,8 @@ def zero_bubble_rule(profile: ModelProfile, training: TrainingSpec) -> str | Non
         )
     if profile.repeats_selectively:
         return (
-            "zero-bubble schedules do a backward in two parts, and what torch's selective checkpoints, that the model "
-            "calls, have kept can be taken once (checkpoint without context_fn goes)"
+            "zero-bubble schedules do a backward in two parts, and the contexts of a checkpoint that the model calls "
+            "with context_fn, as selective ones, can be entered once (checkpoint without context_fn goes)"
         )
     if training.is_mixed and shares_weights(profile):
         return "zero-bubble schedules run layers that share weights in fp32 only"

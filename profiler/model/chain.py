@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import stateless
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointFunction, _CachedTorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..machine.units import first_of
 from ..running.asked_sizes import asked_sizes
@@ -105,7 +105,7 @@ class LayerChain:
     repeats_reentrantly: bool = False
     """Whether the model repeats forwards by reentrant checkpoints."""
     repeats_selectively: bool = False
-    """Whether it repeats some by selective checkpoints."""
+    """Whether it repeats some by checkpoints with contexts of its own, as selective ones."""
     written: frozenset[str] = frozenset()
     """Parameters that the forward writes into, through .data too."""
     read_again: tuple[str, ...] = ()
@@ -205,9 +205,8 @@ def _observe(
                 watch.storages.number(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)
             }
             repeats = patch.object(CheckpointFunction, "apply", _noting_reentrant(watch))
-            keeps = patch.object(_CachedTorchDispatchMode, "__init__", _noting_selective(watch))
             hooked, repeated, sizes = _noting_hooks(watch), watch.noting_repeated(), asked_sizes(fake.module, 3)
-            with watch, watch.producers, grads, swaps, repeats, keeps, hooked, repeated, sizes as asked:
+            with watch, watch.producers, grads, swaps, repeats, hooked, repeated, sizes as asked:
                 loss = fake.loss(batch, before_loss=watch.start_loss, note_left=True)
                 _check_loss(fake, watch)
             own = _trained_by_loss(fake, watch, batch, loss) if fake.loaded.loss is not None else ()
@@ -325,17 +324,6 @@ def _noting_reentrant(watch: ChainWatch) -> Callable[..., Any]:
     def noted(*args: Any) -> Any:
         watch.inputs.reentrant = True
         return super(CheckpointFunction, CheckpointFunction).apply(*args)
-
-    return noted
-
-
-def _noting_selective(watch: ChainWatch) -> Callable[..., None]:
-    """What begins a selective checkpoint's repetition, noted as an act of the model."""
-    begin = _CachedTorchDispatchMode.__init__
-
-    def noted(*args: Any, **kwargs: Any) -> None:
-        watch.inputs.selective = True
-        begin(*args, **kwargs)
 
     return noted
 

@@ -166,7 +166,7 @@ class Inputs:
         self.reentrant = False
         """Whether it has its backward repeat one by a reentrant checkpoint."""
         self.selective = False
-        """Whether it has its backward repeat one but for operators of its choice."""
+        """Whether it has its backward repeat one in contexts of its own, as but for operators of its choice."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -300,7 +300,8 @@ class ChainWatch(Mode):
         """Notes which events the model has its backward repeat, by calling checkpoint itself."""
         begun: list[int] = []
 
-        def begins() -> None:
+        def begins(in_contexts: bool) -> None:
+            self.inputs.selective |= in_contexts
             begun.append(self.cursor.index + self.cursor.ended)
 
         def ends() -> None:

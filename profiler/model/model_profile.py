@@ -441,7 +441,7 @@ class ModelProfile(Document):
     )
     repeats_selectively: bool = Field(
         default=False,
-        description="it repeats forwards by selective checkpoints, of which a backward takes what they kept",
+        description="it repeats forwards in contexts of its own (context_fn), as selective checkpoints do",
     )
     batch_problem: str = Field(
         default="", description="why a batch cannot be cut into micro-batches: what in it counts rows of all samples"

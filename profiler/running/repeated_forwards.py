@@ -44,12 +44,20 @@ def _own_metadata(x: torch.Tensor) -> dict[str, Any]:
 
 
 @contextmanager
-def noting_repeated(begins: Callable[[], None], ends: Callable[[], None]) -> Iterator[None]:
-    """Meanwhile it is told where a forward begins that backward will repeat, and where it ends."""
+def noting_repeated(begins: Callable[[bool], None], ends: Callable[[], None]) -> Iterator[None]:
+    """Meanwhile it is told where a forward begins that backward will repeat, whether in contexts of its own
+    (context_fn, as selective checkpoints are), and where it ends."""
 
-    def made(original: Callable[..., Iterator[None]], *args: Any, **kwargs: Any) -> Iterator[None]:
-        begins()
-        yield from original(*args, **kwargs)
+    def made(
+        original: Callable[..., Iterator[None]],
+        function: Callable[..., Any],
+        preserve_rng_state: bool = True,
+        context_fn: Callable[[], Any] = checkpoint.noop_context_fn,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Iterator[None]:
+        begins(context_fn is not checkpoint.noop_context_fn)
+        yield from original(function, preserve_rng_state, context_fn, *args, **kwargs)
         ends()
 
     with _around(made):
