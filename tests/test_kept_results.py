@@ -239,6 +239,28 @@ def test_layers_that_take_from_an_iterator_are_not_planned_with_recompute() -> N
     assert [can_recompute(profile, layer) for layer in profile.layers] == [True, False, False, False]
 
 
+def test_layers_that_are_frozen_for_the_forward_alone_are_not_planned_with_recompute() -> None:
+    class Judged(nn.Module):
+        """The judge of a generator, which it does not learn from."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made, judge, last = self.layers
+            x = made(x)
+            judge.requires_grad_(False)
+            x = judge(x)
+            judge.requires_grad_(True)
+            out: torch.Tensor = last(x)
+            return out
+
+    profile = trace(load_model(Judged, batch=pairs, loss=squares))
+
+    assert [can_recompute(profile, layer) for layer in profile.layers] == [True, False, True]
+
+
 @pytest.mark.slow
 def test_a_pipeline_counts_as_one_process_does() -> None:
     report = run(stepping("file"), pipeline=2, micro_batch=2)

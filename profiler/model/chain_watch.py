@@ -134,6 +134,7 @@ class Inputs:
     def __init__(self, root: nn.Module, names: tuple[str, ...]) -> None:
         self._modules = {name: root.get_submodule(name) for name in names}
         self._given: list[tuple[str, torch.Tensor, int]] = []
+        self._trained: dict[str, list[bool]] = {}
         self._running: list[int] = []
         self._objects: list[list[tuple[Any, list[Any]]]] = []
         self.writers: set[str] = set()
@@ -182,11 +183,16 @@ class Inputs:
                 handle.remove()
 
     def overwritten(self) -> set[str]:
-        """Modules of which some input is no longer what it was when they began."""
-        return {name for name, tensor, version in self._given if tensor._version != version}
+        """Modules of which some input is no longer what it was when they began, or another parameter is trained."""
+        written = {name for name, tensor, version in self._given if tensor._version != version}
+        return written | {name for name, before in self._trained.items() if before != self._flags(name)}
+
+    def _flags(self, name: str) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._modules[name].parameters()]
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._running.append(len(self._given))
+        self._trained[name] = self._flags(name)
         leaves = tree_leaves((args, kwargs))
         self.gives_objects |= not all(isinstance(x, _SEEN) for x in leaves)
         self._given += [(name, x, x._version) for x in leaves if isinstance(x, torch.Tensor)]

@@ -334,7 +334,8 @@ class LayerClass(Frozen):
     )
     input_overwritten: bool = Field(
         default=False,
-        description="cannot run again: what it is given is written into, by it or later, or it takes from an iterator",
+        description="cannot run again: what it is given is written into, by it or later, it takes from an iterator, or "
+        "a parameter is frozen for the forward alone",
     )
 
 
