@@ -204,15 +204,21 @@ def source_of(x: torch.Tensor) -> tuple[Node, int]:
 def alias(x: torch.Tensor) -> torch.Tensor:
     """Another tensor over the memory of x, no view for autograd: it may be detached in place, which neither a view may
     be nor a tensor that a layer has saved for its backward (a ReLU's result)."""
-    return _Solid.apply(x) if x.requires_grad else x
+    if x.requires_grad:
+        return _Solid.apply(x)
+    return _over(x) if x._is_view() else x  # a part of the batch that a layer hands on
+
+
+def _over(x: torch.Tensor) -> torch.Tensor:
+    # Not from x's storage: fake tensors never let go of a storage that was an argument.
+    made: torch.Tensor = x.new_empty(0).set_(x.detach())  # type: ignore[call-overload]
+    return made
 
 
 class _Solid(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        # Not from x's storage: fake tensors never let go of a storage that was an argument.
-        made: torch.Tensor = x.new_empty(0).set_(x.detach())  # type: ignore[call-overload]
-        return made
+        return _over(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from meshwright.executor.torch_compat import grow_segments
+from meshwright.executor.torch_compat import alias, grow_segments
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +49,13 @@ def test_nothing_is_said_where_there_is_no_such_gpu(monkeypatch: pytest.MonkeyPa
     grow_segments()
 
     assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_part_of_a_tensor_that_a_stage_sends_may_be_detached_in_place(trained: bool) -> None:
+    whole = torch.ones(4, requires_grad=trained)
+
+    sent = alias(whole[1:3])
+
+    assert sent.data_ptr() == whole[1:].data_ptr()
+    assert not sent.detach_().requires_grad
