@@ -15,7 +15,7 @@ from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.trace import trace
 from support import slow
-from support.habits import planned, run
+from support.habits import WIDTH, habit, planned, run
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "abuse" / "odd_models"
 FILES = sorted(FOLDER.glob("*.py"))
@@ -42,6 +42,8 @@ def odd(name: str) -> LoadedModel:
         ("subclassed_parameters", "reads place of 0.weight"),
         ("flexible_scores", "uses flex_attention"),
         ("branches", "gives torch functions to call"),
+        ("triplets", "runs with 3, 6 samples and not with other numbers up to 8 .*let a sample be a group"),
+        ("operator_of_its_own", "calls odd_models::softsign .* say so with its register_fake"),
         ("batch_dataclass", "gives an object of Inputs at .0., whose tensors are cut into no micro-batches"),
     ],
 )
@@ -68,6 +70,18 @@ def test_what_no_plan_runs_is_refused_when_it_is_profiled(name: str, words: str)
 )
 def test_what_fully_shard_gets_wrong_is_not_sharded(name: str, words: str) -> None:
     assert re.search(words, str(sharding_rule(trace(odd(name)), "fp32")))
+
+
+def test_a_layer_that_draws_leave_out_is_not_said_never_to_be_used() -> None:
+    class Dropping(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer, rate in zip(self, (0.0, 0.8, 0.9999), strict=True):
+                x = x if random.random() < rate else layer(x)
+            return x
+
+    profile = trace(habit(lambda: Dropping(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))))
+
+    assert any("not used on the way that this forward took" in note for note in profile.notes)
 
 
 @pytest.mark.slow

@@ -486,7 +486,8 @@ def _build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain
     if len(spans) == 1 and not any(note.endswith("one layer") for note in notes):
         notes.append(_why_one(root, units, watch))
     crossings = _crossings(watch, spans)
-    layers = _layers(root, units, watch, spans, notes)
+    unread = _UNREAD if fake.mode is not None else _UNREAD_THIS_WAY
+    layers = _layers(root, units, watch, spans, notes, unread)
     graph = wired(len(layers), ((c.made_by, c.used_by, c.num_bytes) for c in crossings))
     problem = _sharding_problem(fake, watch, layers)
     chain = LayerChain(units, layers, crossings, graph, (), watch.shapes, tuple(notes), problem)
@@ -641,7 +642,7 @@ def _use(
 
 
 def _layers(
-    root: nn.Module, units: Units, watch: ChainWatch, spans: list[tuple[int, int]], notes: list[str]
+    root: nn.Module, units: Units, watch: ChainWatch, spans: list[tuple[int, int]], notes: list[str], unread_words: str
 ) -> tuple[Layer, ...]:
     names = dict(root.named_parameters(remove_duplicate=False))
     order = {name: i for i, name in enumerate(names)}
@@ -673,10 +674,14 @@ def _layers(
         layers.append(Layer("", root_name, own, calls, read, first, last, span[-1].key, writes, overwritten))
     unread = tuple(name for name, p in names.items() if id(p) not in read_anywhere)
     if unread:
-        notes.append(f"never used by the forward, kept with the last layer: {_told(unread, names)}")
+        notes.append(f"{unread_words}, kept with the last layer: {_told(unread, names)}")
         layers[-1] = replace(layers[-1], root="", parameters=(*layers[-1].parameters, *unread))
     return _named([_name(layer, i, len(layers), units, root) for i, layer in enumerate(layers)], layers)
 
+
+_UNREAD = "never used by the forward"
+_UNREAD_THIS_WAY = "not used on the way that this forward took (others may, as it is decided by values or draws)"
+"""Of parameters, in words: of all forwards, or of one among several ways."""
 
 _MOST_TOLD = 5
 """Parameters, or modules full of them, that a note names."""

@@ -6,7 +6,7 @@ tensors of the compute dtype can be told from those of a dtype of their own (fp3
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -131,7 +131,34 @@ def _on_fake_tensors(
             fake = fake_model(loaded, torch.float32, knows_layout)
             return _profile(fake, (*notes, note), lengths, progress, most, cuts, other_lengths)
         except ValueError:
+            _check_groups(loaded, str(error))
             raise error from None
+
+
+_SIZES = (1, 2, 3, 4, 6, 8)
+"""Samples with which a model is tried that does not run with as many as it is given."""
+
+
+def _check_groups(loaded: LoadedModel, error: str) -> None:
+    """Raises ValueError in other words than the error if a model runs with some numbers of samples and not with
+    others."""
+    fake = fake_model(loaded, torch.float32)
+    runs = []
+    for size in _SIZES:
+        with suppress(Exception):  # of the batch function's own, too
+            batch = fake.batch(size, loaded.seq_len)
+            with fake.running():
+                fake.loss(batch)
+            runs.append(size)
+    if runs and set(runs) != set(_SIZES):
+        prefix, suffix = f"{loaded.source} does not run with its own micro-batch: ", f". {loaded.if_not_run}"
+        numbers = ", ".join(map(str, runs))
+        raise ValueError(
+            f"{loaded.source} runs with {numbers} samples and not with other numbers up to {_SIZES[-1]} "
+            f"({error.removeprefix(prefix).removesuffix(suffix)}): if samples come in groups (pairs, answers to one "
+            "prompt), let a sample be a group, batch(size) give tensors of [size, samples of a group, ...] and the "
+            "model flatten them, so that no micro-batch parts one"
+        )
 
 
 def _of_few_tokens(

@@ -3,6 +3,7 @@
 A model that decides by the values of its tensors needs real ones: `real_model` is the same thing with numbers.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -42,6 +43,9 @@ from .held_tensors import HeldTensors, held_beside, unregistered_modules, whole_
 from .kept_results import forget_other_runs
 from .known_numbers import MOST_KNOWN, knowing_numbers, known
 from .shared_state import SharedState
+
+_WITHOUT_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\((.*?)\)>")
+"""What torch says of a torch.library.custom_op that fake tensors cannot go through."""
 
 BeforeLoss = Callable[[list[torch.Tensor]], None]
 """Is told of the tensors that the module has returned."""
@@ -247,6 +251,12 @@ class FakeModel:
                 raise ValueError(
                     f"{self.loaded.source} gives torch functions to call (torch.cond, while_loop: {place_of(error)}), "
                     "whose layers a profile does not see: choose by torch.where, and loop in Python"
+                ) from error
+            if operator := _WITHOUT_FAKE.search(str(error)):
+                raise ValueError(
+                    f"{self.loaded.source} calls {operator[1]} ({place_of(error)}), an operator of its own, of which "
+                    "torch does not know the size of the result without running it: say so with its register_fake, a "
+                    "function that returns an empty tensor of that size"
                 ) from error
             if "cuda" in str(error).lower() and not isinstance(error, NotImplementedError):  # which lists all devices
                 raise ValueError(
