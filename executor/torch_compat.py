@@ -205,7 +205,7 @@ def alias(x: torch.Tensor) -> torch.Tensor:
     """Another tensor over the memory of x, no view for autograd: it may be detached in place, which neither a view may
     be nor a tensor that a layer has saved for its backward (a ReLU's result)."""
     if x.requires_grad:
-        return _Solid.apply(x)
+        return cast(torch.Tensor, _Solid.apply(x))
     return _over(x) if x._is_view() else x  # a part of the batch that a layer hands on
 
 
