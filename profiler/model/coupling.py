@@ -263,6 +263,9 @@ def _in_pairs(two: "_RealRun", alone: "list[_RealRun]") -> Coupling | None:
     mean = sum(run.loss for run in alone) / 2
     if abs(two.loss - mean) <= _MUCH * max(abs(two.loss), abs(mean), 1e-12):  # not so where that is no number
         return None
+    found = [run.gradients for run in (two, *alone)]
+    if all(found) and _share_of_first(*found, 0.5) is not None:  # they count differently, as labels of other weights do
+        return None
     return Coupling(f"the loss of 2 samples is {two.loss:.5g}, the mean of each one's alone {mean:.5g}", much=True)
 
 
