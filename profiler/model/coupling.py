@@ -158,7 +158,7 @@ def _seen(loaded: LoadedModel, draws: int, banks: Iterable[str], takes_one: bool
                     runs.append(_RealRun(module, loaded, part, drawn))
                 alone = []
                 if takes_one and weights[0]:
-                    with suppress(Exception):  # what it cannot do with one sample
+                    with suppress(Exception), torch.random.fork_rng(devices=[]):  # what it cannot do with one sample
                         for part in (_half(parts[0], loaded, i) for i in range(2)):
                             norms.begin_again()
                             alone.append(_RealRun(module, loaded, part, drawn))
