@@ -148,25 +148,25 @@ def _seen(loaded: LoadedModel, draws: int, banks: Iterable[str], takes_one: bool
             with torch.no_grad():
                 batch = tree_map(as_float, loaded.batch(SAMPLES))
                 parts = [_half(batch, loaded, i) for i in range(2)]
-                weights = [1.0 if loaded.weight is None else float(loaded.weight(part)) for part in parts]
-            shares = [weight / sum(weights) for weight in weights]
+            shares = _shares(loaded, parts)
             with SameDraws(), dice_apart(), _BatchNormsApart() as norms, one_thread():
                 with _calls_of(banks, module) as differing:
                     runs = [_RealRun(module, loaded, batch, drawn)]
                 for part in parts:
                     norms.begin_again()
                     runs.append(_RealRun(module, loaded, part, drawn))
-                alone = []
-                if takes_one and weights[0]:
-                    with suppress(Exception), torch.random.fork_rng(devices=[]):  # what it cannot do with one sample
-                        for part in (_half(parts[0], loaded, i) for i in range(2)):
-                            norms.begin_again()
-                            alone.append(_RealRun(module, loaded, part, drawn))
+                alone, own = [], list[float]()
+                with suppress(Exception), torch.random.fork_rng(devices=[]):  # what it cannot do with one sample
+                    each = [_half(parts[0], loaded, i) for i in range(2)] if takes_one else []
+                    own = _shares(loaded, each)
+                    for part in each if own else []:
+                        norms.begin_again()
+                        alone.append(_RealRun(module, loaded, part, drawn))
             bank = bank or next(iter(differing), "")
             if not all(math.isfinite(run.loss) for run in runs):
                 break
             gradients = next((run.out_of_proportion for run in runs if run.out_of_proportion), gradients)
-            found = _between(runs, shares, not gradients) or _in_pairs(runs[1], alone)
+            found = _between(runs, shares, not gradients) or _in_pairs(runs[1], alone, own)
             coupling = found if coupling is None or (found is not None and found.much) else coupling
             if coupling is not None and (coupling.much or coupling.weighs):
                 break
@@ -255,17 +255,24 @@ def _between(runs: "list[_RealRun]", shares: list[float], in_proportion: bool) -
     return Coupling(by_loss if difference >= _ROUNDING else by_gradient, much=False)
 
 
-def _in_pairs(two: "_RealRun", alone: "list[_RealRun]") -> Coupling | None:
+def _shares(loaded: LoadedModel, parts: "list[Batch]") -> list[float]:
+    """[part of a batch] -> its share in the mean that is their loss; [] where none of them counts."""
+    with torch.no_grad():
+        weights = [1.0 if loaded.weight is None else float(loaded.weight(part)) for part in parts]
+    return [weight / sum(weights) for weight in weights] if any(weights) else []
+
+
+def _in_pairs(two: "_RealRun", alone: "list[_RealRun]", shares: list[float]) -> Coupling | None:
     """Whether samples that are neighbours belong together, as where a loss holds every other one against the next.
-    alone: runs of each of the two, [] if there are none."""
+    alone: runs of each of the two, fewer where they could not be run; shares: of each in their mean."""
     if len(alone) < 2:
         return None
-    mean = sum(run.loss for run in alone) / 2
+    mean = sum(share * run.loss for share, run in zip(shares, alone, strict=True))
     if abs(two.loss - mean) <= _MUCH * max(abs(two.loss), abs(mean), 1e-12):  # not so where that is no number
         return None
-    found = [run.gradients for run in (two, *alone)]
-    if all(found) and _share_of_first(*found, 0.5) is not None:  # they count differently, as labels of other weights do
-        return None
+    own, first, second = (run.gradients for run in (two, *alone))
+    if own and first and second and _share_of_first(own, first, second, shares[0]) is not None:
+        return None  # they count differently, as labels of other weights do
     return Coupling(f"the loss of 2 samples is {two.loss:.5g}, the mean of each one's alone {mean:.5g}", much=True)
 
 
