@@ -342,6 +342,7 @@ def test_a_group_that_an_optimizer_got_later_is_there_before_its_state_is_resume
         trainer.resume(tmp_path)
     trainer.optimizer.add_param_group(group)
     trainer.resume(tmp_path)
+    trainer.close()
 
     torch.testing.assert_close(trainer.optimizer.state[group["params"][0]]["momentum_buffer"], expected)
 

@@ -103,6 +103,7 @@ def by_plan(
         losses.append(trainer.step(share).loss)
     if folder is not None and last < STEPS:
         trainer.save(folder)
+    if folder is not None:  # and give its lock back
         trainer.close()
     state = [v for s in trainer.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     return losses, trainer.full_state_dict(), float(sum(t.numel() for t in state))
