@@ -21,10 +21,9 @@ from meshwright import planner
 from meshwright.planner.answers.search import price_setup
 from meshwright.planner.cost import kept
 from meshwright.planner.cost.estimate import estimate
-from meshwright.planner.plan.document import Recompute
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.setups import parse_setup
-from meshwright.planner.plan.shape import Shape
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.layer_lower_bounds import LeastWork
@@ -149,7 +148,7 @@ def test_what_layers_keep_is_found_for_all_ways_to_hold_weights(buffers: bool, t
     training = TrainingSpec(global_batch=8, seq_len=_gpt().seq_len, software=software)
     explorer = Explorer(_puts_nothing_off(_gpt()), cluster_of(load_device("h100-80gb"), 4), training)
     least, kinds = LeastWork(explorer.chain, explorer.model), explorer.model.kinds_of_layers
-    ways: tuple[Recompute, ...] = ("none", "full")
+    ways = LayerOption("none"), LayerOption("full"), LayerOption("none", offload=True)
     shapes = [
         Shape(replicate, shard, 1, pipeline, 1, 2, schedule=schedule, reshard=reshard, gradient_sync=sync)
         for replicate, shard, pipeline in ((4, 1, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2))

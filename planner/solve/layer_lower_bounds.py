@@ -14,7 +14,7 @@ from ..cost.comm_cost import seconds_at_places
 from ..cost.kept import memo_by
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
-from ..cost.memory_cost import state_bytes, uses_buffers
+from ..cost.memory_cost import state_bytes
 from ..plan.schedules import ZERO_BUBBLE
 from ..plan.shape import NO_EXTRAS, LayerOption, Offered, Shape
 
@@ -153,11 +153,8 @@ class LeastWork:
 
     def _kept_as(self, shape: Shape) -> tuple[object, ...]:
         """What of a shape decides what its layers keep of a micro-batch."""
-        training = self.model.training
-        return (
-            *(shape.tensor, shape.sequence, shape.cuts, shape.expert, shape.samples, shape.schedule in ZERO_BUBBLE),
-            uses_buffers(shape, training),
-        )
+        work = shape.tensor, shape.sequence, shape.cuts, shape.expert, shape.samples
+        return *work, shape.schedule in ZERO_BUBBLE
 
 
 @dataclass(frozen=True)
