@@ -107,9 +107,8 @@ class LayerBytes(LayerElements):
         put_off = costs.put_off.at(shape.samples, element_bytes, tensor)
         if memory.logit_bytes is not None and self.ends_in_loss(kind, shape):
             return put_off
-        return put_off - costs.spent.at(shape.samples, element_bytes, tensor) * memory.kept(
-            "none", self.training.precision
-        )
+        spent = costs.spent.at(shape.samples, element_bytes, tensor)
+        return put_off - spent * memory.kept("none", self.training.precision)
 
     def activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, Working[float]]:
         """(kept bytes, bytes beyond them while at work) for one micro-batch; in the backward recomputed layers pass

@@ -94,10 +94,8 @@ class CostModel(LayerExchanges, LayerBytes):
     def _away_s(self, kind: Kind, shape: Shape, num_bytes: float) -> tuple[float, float]:
         """Seconds of bringing a layer's bytes to the host and back that its forward and its backward do not hide."""
         seconds, moved_s = self.compute(kind, shape), num_bytes / self.device.host_bandwidth
-        contention = self.device.contention
-        return exposed_s(moved_s, seconds.forward, 1.0, contention), exposed_s(
-            moved_s, seconds.backward, 1.0, contention
-        )
+        forward_s = exposed_s(moved_s, seconds.forward, 1.0, self.device.contention)
+        return forward_s, exposed_s(moved_s, seconds.backward, 1.0, self.device.contention)
 
     def least_away_s(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
         """Seconds that a layer takes longer at least where what it keeps waits in the host's memory."""

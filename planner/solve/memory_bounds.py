@@ -33,7 +33,7 @@ Flags = NDArray[np.bool_]
 @dataclass(frozen=True)
 class _Ways:
     """[kind] -> [way to recompute] -> seconds that a micro-batch takes longer at least, and bytes that a layer keeps of
-    it. names: of those ways."""
+    it. names: of those ways, each with the place of what it keeps."""
 
     again_s: list[Floats]
     kept: list[Floats]
