@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks.planning_time.instances import Instance, instance
 from meshwright.planner.cost.comm_cost import CollectiveKind, GroupLinks, collective_s, seconds_at_places
+from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.priced_layer import LayerCost
 from meshwright.planner.plan.document import Recompute
 from meshwright.planner.plan.pins import Pins
@@ -171,6 +172,20 @@ def test_bounds_know_what_memory_asks_of_layers_whatever_the_stack_keeps(softwar
         longer += (bounds.with_memory_s(family, space, some.tolist()) / least[some]).tolist()
 
     assert any(1.1 < more < np.inf for more in longer)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_waiting_in_the_hosts_memory_is_bounded_and_planted_too_dear_is_found(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least_away_s = CostModel.least_away_s
+    monkeypatch.setattr(CostModel, "least_away_s", lambda *asked: times * least_away_s(*asked))
+    asked = scarce(0, 2e9)
+    asked = replace(asked, pins=replace(asked.pins, recompute="none", offload_activations=True))
+
+    found = too_high(Explorer(asked.profile, asked.cluster, asked.training), asked, limit=20)
+
+    assert bool(found) == (times > 1)
 
 
 @pytest.mark.parametrize("name", slow.but_first(["fixed", "again_s", "both_s"], 1))
