@@ -9,6 +9,7 @@ from torch import nn
 
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import split_inputs
+from meshwright.profiler.model.trace import trace
 
 MODELS = Path(__file__).parents[1] / "benchmarks" / "models"
 
@@ -84,6 +85,19 @@ def test_small_has_batches_of_its_own() -> None:
     assert small is not None
     assert small().seq_len == 64
     assert small().batch(3)[0].shape == (3, 64)
+
+
+def test_the_function_that_fails_is_named_whichever_it_is(tmp_path: Path) -> None:
+    text = GOOD + "\ndef small():\n    return misspelt\n\ndef weight(batch):\n    return batch[0]\n"
+    loaded = load_model(_file(tmp_path, text))
+    assert loaded.small is not None
+
+    with pytest.raises(ValueError, match=r"^small\(\) of .*model.py raised NameError: name 'misspelt'"):
+        loaded.small().build()
+    with pytest.raises(ValueError, match=r"^Linear\(\) raised TypeError: .* \(in the call itself\)"):
+        load_model(nn.Linear, batch=lambda size: torch.ones(size, 3)).build()
+    with pytest.raises(ValueError, match=r"^weight\(batch\) of .* gives a tensor of \[2, 4\]; it must give one number"):
+        trace(loaded)
 
 
 def test_seq_len_reaches_the_batch() -> None:

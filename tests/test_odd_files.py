@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,37 @@ def test_what_no_plan_runs_is_refused_when_it_is_profiled(name: str, words: str)
 
     with pytest.raises(ValueError, match=words):
         trace(odd(name))
+
+
+def _misspelt(x: torch.Tensor) -> torch.Tensor:
+    return misspelt(x)  # type: ignore[name-defined, no-any-return]  # noqa: F821
+
+
+def _leaves(x: torch.Tensor) -> torch.Tensor:
+    raise SystemExit(0)
+
+
+def _own_error(x: torch.Tensor) -> torch.Tensor:
+    raise Exception
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (_misspelt, r"raised NameError: name 'misspelt' is not defined .*test_odd_files.py:\d"),
+        (_leaves, r"the forward, loss or backward of .* ends the process by sys.exit.0."),
+        (_own_error, r"does not run with its own micro-batch: Exception \(.*test_odd_files.py:\d"),
+    ],
+)
+def test_whatever_a_forward_raises_is_told_in_a_sentence(
+    forward: Callable[[torch.Tensor], torch.Tensor], words: str
+) -> None:
+    class Failing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return forward(super().forward(x))
+
+    with pytest.raises(ValueError, match=words):
+        trace(habit(lambda: Failing(WIDTH, WIDTH)))
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ..running.fake import FakeModel
+from ..running.fake import FakeModel, TokenByTokenError
 from ..running.gpu_kernel_emulation import Mode, device_of, tensors_in
 from ..running.meters import NOTHING, Storages
 from ..running.repeated_forwards import noting_repeated
 from ..running.run_shapes import OutputSpec, Shapes, TensorSpec
-from ..running.token_loops import TokenByTokenError
 from ..semantics.draws import draws
 from ..semantics.producers import Producers, is_wrapped
 from .layer_graph import wired

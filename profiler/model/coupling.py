@@ -21,7 +21,7 @@ from ..semantics.draws import SameDraws, dice, dice_apart, put_dice_back
 from ..threads import one_thread
 from .batches import named_tensors
 from .building import in_training
-from .loaded import Batch, LoadedModel, split_inputs
+from .loaded import Batch, LoadedModel, called, split_inputs
 from .model_profile import ModelProfile
 from .run_sizes import RunSizes
 
@@ -93,10 +93,29 @@ def samples_of(loaded: LoadedModel, profile: ModelProfile, sizes: RunSizes) -> S
     Small models (or the small version of the model file) are run with real numbers; of all others tensors are looked
     at that hold a number for each pair of samples.
     """
+    _check_weight(loaded)
     if profile.batch_problem:
         return Samples()
     found = _by_numbers(loaded, profile)
     return found if found.coupling else replace(found, coupling=_by_shapes(sizes))
+
+
+def _check_weight(loaded: LoadedModel) -> None:
+    """Raises ValueError where the file's weight(batch) fails, or gives no weight."""
+    weight = loaded.weight
+    if weight is None:
+        return
+    with torch.random.fork_rng(devices=[]), dice_apart(), torch.no_grad():
+        batch, what = loaded.batch(2), f"weight(batch) of {loaded.source}"
+        given = called(lambda: weight(batch), what)
+    numbers = given.flatten().tolist() if isinstance(given, torch.Tensor) else [given]
+    one = numbers[0] if len(numbers) == 1 else None
+    if not isinstance(one, int | float) or not 0 <= one < math.inf:
+        found = f"a tensor of {list(given.shape)}" if isinstance(given, torch.Tensor) and one is None else f"{one!r}"
+        raise ValueError(
+            f"{what} gives {found}; it must give one number, how much a micro-batch counts in the mean loss (its valid "
+            "tokens, say)"
+        )
 
 
 def _by_shapes(sizes: RunSizes) -> Coupling | None:

@@ -134,6 +134,7 @@ def _from_file(path: Path, function: str, source: str) -> LoadedModel:
         weight=_optional_function(module, path, "weight"),
         global_batch=_whole_number(module, path, "global_batch"),
         seq_len=_whole_number(module, path, "seq_len"),
+        built_by=f"{function}() of {path}",
     )
     if small is None:
         return loaded
@@ -149,6 +150,7 @@ def _from_file(path: Path, function: str, source: str) -> LoadedModel:
         weight=loaded.weight,
         global_batch=None,
         seq_len=None if small_batch is not batch else loaded.seq_len,
+        built_by=f"small() of {path}",
     )
     return replace(loaded, small=make_small)
 
@@ -218,4 +220,4 @@ def _from_object(source: Any, batch: MakeBatch | None, loss: Loss | None) -> Loa
     if not callable(batch):
         raise ValueError(f"batch= is a {type(batch).__name__}; it must be a function of the number of samples")
     build = functools.partial(copy_of, source) if isinstance(source, nn.Module) else source
-    return checked(build, batch, name=name, source=name, loss=loss)
+    return checked(build, batch, name=name, source=name, loss=loss, built_by=f"{name}()")

@@ -105,9 +105,11 @@ def checked(
     weight: Callable[[Any], Any] | None = None,
     global_batch: int | None = None,
     seq_len: int | None = None,
+    built_by: str = "",
 ) -> LoadedModel:
     """The model of a constructor and a batch function, with what they do wrong told in sentences; seq_len: that of the
-    batch function if not given. Raises ValueError where the latter has none."""
+    batch function if not given; built_by: the constructor in words. Raises ValueError where the batch function has no
+    length."""
     takes = takes_seq_len(make_batch)
     if takes and seq_len is None:
         default = inspect.signature(make_batch).parameters["seq_len"].default
@@ -119,7 +121,7 @@ def checked(
         seq_len = default
     bound = _bound_batch(make_batch, seq_len if takes else None, source)
     return LoadedModel(
-        build=_guarded_build(build, source, bound, loss is not None),
+        build=_guarded_build(build, source, built_by or f"model() of {source}", bound, loss is not None),
         batch=bound,
         loss=loss,
         name=name,
@@ -131,7 +133,9 @@ def checked(
     )
 
 
-def _guarded_build(build: Callable[[], Any], source: str, batch: Callable[[int], Batch], has_loss: bool) -> Build:
+def _guarded_build(
+    build: Callable[[], Any], source: str, built_by: str, batch: Callable[[int], Batch], has_loss: bool
+) -> Build:
     def forward(module: "nn.Module") -> None:
         args, kwargs = split_inputs(module, batch(2), has_loss)
         called(functools.partial(module, *args, **kwargs), f"the first forward of {source}, whose modules are lazy,")
@@ -147,15 +151,15 @@ def _guarded_build(build: Callable[[], Any], source: str, batch: Callable[[int],
 
         from .building import initialised, is_lazy, with_dense_gradients, without_compiler
 
-        module = copy_of(kept[0]) if kept else called(build, f"model() of {source}")
+        module = copy_of(kept[0]) if kept else called(build, built_by)
         if not isinstance(module, nn.Module):
             raise ValueError(
-                f"model() of {source} returned a {type(module).__name__}; it must return a torch.nn.Module, "
+                f"{built_by} returned a {type(module).__name__}; it must return a torch.nn.Module, "
                 "for example `return MyModel()`"
             )
         is_older = torch.get_default_device().type == "meta" and not all(p.is_meta for p in module.parameters())
         if is_older and not kept and not parts:
-            again = called(build, f"model() of {source}")
+            again = called(build, built_by)
             if again is module:
                 kept.append(module)
                 module = copy_of(module)
@@ -264,24 +268,34 @@ def called(function: Callable[[], Any], what: str) -> Any:
     """Result of the user's code, whose failures are reported with their place in a sentence."""
     try:
         return function()
-    except FileNotFoundError as error:
-        raise ValueError(
+    except (Exception, SystemExit) as error:
+        raise ValueError(failure_of(what, error)) from error
+
+
+def failure_of(what: str, error: BaseException) -> str:
+    """The sentence on an error of the user's code, which is named as its subject."""
+    if isinstance(error, FileNotFoundError):
+        return (
             f"{what} needs the file {error.filename}, which is not there ({place_of(error)}). A plan needs shapes, not "
             "data: make the tensors with torch.randn or torch.randint, and open files only when training"
-        ) from error
-    except ImportError as error:
-        raise ValueError(f"{what} imports what is not installed: {error} ({place_of(error)})") from error
-    except SyntaxError as error:
-        raise ValueError(f"{what} is not valid Python: {error.msg} ({error.filename}:{error.lineno})") from error
-    except SystemExit as error:
-        raise ValueError(
+        )
+    if isinstance(error, ImportError):
+        return f"{what} imports what is not installed: {error} ({place_of(error)})"
+    if isinstance(error, SyntaxError):
+        return f"{what} is not valid Python: {error.msg} ({error.filename}:{error.lineno})"
+    if isinstance(error, SystemExit):
+        return (
             f"{what} ends the process by sys.exit({error.code!r}) ({place_of(error)}); put what runs a program or "
             'reads a command line below `if __name__ == "__main__":`'
-        ) from error
-    except Exception as error:
-        if isinstance(error, ValueError) and is_ours(error):
-            raise ValueError(f"{what}: {error}") from error
-        raise ValueError(f"{what} raised {type(error).__name__}: {error} ({place_of(error)})") from error
+        )
+    if isinstance(error, ValueError) and is_ours(error):
+        return f"{what}: {error}"
+    return f"{what} raised {kind_of(error)} ({place_of(error)})"
+
+
+def kind_of(error: BaseException) -> str:
+    """The error's type, and what it says, if it says anything."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def is_ours(error: BaseException) -> bool:
@@ -296,17 +310,23 @@ _PROFILER = Path(__file__).parents[1]
 def place_of(error: BaseException) -> str:
     """file:line of the innermost frame that is neither a library's nor ours; of a model that is a library's, of the
     innermost that is neither torch's nor Python's; of torch's own modules, of these. A library's file is named from its
-    package on."""
+    package on, what is typed into Python "<stdin>". Of a call that reached no line of the model: the call itself."""
     frames = [
-        (frame.f_code.co_filename, _in_library(frame.f_code.co_filename), line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if not Path(frame.f_code.co_filename).is_relative_to(_PROFILER) and not frame.f_code.co_filename.startswith("<")
+        (file, _in_library(file), line)
+        for file, line in ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+        if not Path(file).is_relative_to(_PROFILER) and (file in _TYPED or not file.startswith("<"))
     ]
     own = [frame for frame in frames if not frame[1]]
     models = [frame for frame in frames if not frame[1].startswith(("torch/", "python/"))]
     public = [frame for frame in frames if not frame[1].startswith(("torch/_", "torch/utils/"))]
-    file, inside, line = (own or models or public or frames or [(__file__, Path(__file__).name, 0)])[-1]
+    if not frames:
+        return "in the call itself"
+    file, inside, line = (own or models or public or frames)[-1]
     return f"{inside or file}:{line}"
+
+
+_TYPED = ("<stdin>", "<string>")
+"""What Python calls code that is typed in, or given by -c."""
 
 
 def _in_library(file: str) -> str:

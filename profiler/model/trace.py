@@ -18,12 +18,19 @@ from torch.utils._pytree import tree_leaves
 from ..document import in_a_sentence
 from ..garbage import without_garbage_collection
 from ..machine.units import first_of
-from ..running.fake import DecidesByDrawsError, DecidesByValuesError, FakeModel, fake_model, real_model
+from ..running.fake import (
+    DecidesByDrawsError,
+    DecidesByValuesError,
+    FakeModel,
+    TokenByTokenError,
+    fake_model,
+    real_model,
+)
 from ..running.forward_state import undone
 from ..running.held_tensors import held_beside
 from ..running.kept_results import fakes_forgotten, forget_fakes
 from ..running.parameter_reads import parameters_read
-from ..running.token_loops import FEWEST_OPERATORS, OPERATORS_OF_LOOPS, TokenByTokenError, few_tokens, merged
+from ..running.token_loops import FEWEST_OPERATORS, OPERATORS_OF_LOOPS, few_tokens, merged
 from ..tensor_cuts.context_trial import backward_problem, context_problem
 from ..tensor_cuts.tensor_cuts import Found, common_degree, find_cuts
 from .batches import batch_problem, list_of_samples

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from ..model.batches import named_tensors
 from ..model.building import in_training, on_meta
 from ..model.frozen import kept_as
-from ..model.loaded import Batch, LoadedModel, is_ours, place_of, split_inputs
+from ..model.loaded import Batch, LoadedModel, failure_of, is_ours, kind_of, place_of, split_inputs
 from ..model.model_profile import BufferProfile, KeptAs
 from ..semantics.draws import SameChoices, dice_apart, seeded_dice
 from ..threads import one_thread
@@ -49,6 +49,15 @@ _WITHOUT_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\((.*?)\)>"
 
 BeforeLoss = Callable[[list[torch.Tensor]], None]
 """Is told of the tensors that the module has returned."""
+
+
+class TokenByTokenError(Exception):
+    """One module has run at least as many operators, or times, as a sample has tokens, or very many. module: the name
+    of one whose operators these are; '' where it is called so many times, or they belong to none."""
+
+    def __init__(self, module: str = "") -> None:
+        super().__init__(module)
+        self.module = module
 
 
 class DecidesByValuesError(Exception):
@@ -220,7 +229,11 @@ class FakeModel:
                 yield refusals
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise DecidesByValuesError(str(error.func), place_of(error)) from error
-        except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError) as error:
+        except (TokenByTokenError, DecidesByValuesError):
+            raise
+        except (NameError, ArithmeticError, OSError, ImportError, SystemExit) as error:  # which no batch can mend
+            raise ValueError(failure_of(f"the forward, loss or backward of {self.loaded.source}", error)) from error
+        except Exception as error:
             if isinstance(error, ValueError) and is_ours(error):
                 raise
             if ".numpy() is not supported" in str(error):
@@ -264,7 +277,7 @@ class FakeModel:
                     "to do: leave out .cuda() and .to('cuda'), and make new tensors where those that are there lie"
                 ) from error
             raise ValueError(
-                f"{self.loaded.source} does not run with its own micro-batch: {type(error).__name__}: {error} "
+                f"{self.loaded.source} does not run with its own micro-batch: {kind_of(error)} "
                 f"({place_of(error)}). {self.loaded.if_not_run}"
             ) from error
 

@@ -28,15 +28,6 @@ FEWEST_OPERATORS, OPERATORS_OF_LOOPS = 256, 2048
 which it is asked in any case, as of a long sequence in pieces."""
 
 
-class TokenByTokenError(Exception):
-    """One module has run at least as many operators, or times, as a sample has tokens, or very many. module: the name
-    of one whose operators these are; '' where it is called so many times, or they belong to none."""
-
-    def __init__(self, module: str = "") -> None:
-        super().__init__(module)
-        self.module = module
-
-
 @dataclass(frozen=True)
 class FewTokens:
     """tokens: per sample, of the longest of three runs from which longer samples follow. shorter: of the other two.
