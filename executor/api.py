@@ -206,7 +206,7 @@ class Planned:
         source, seq_len = self.document.model.source, self.document.training.seq_len
         steps = inputs.whole_number("--steps", str(steps), "3")
         if self._model is None:
-            inputs.check_source(source, "--model says where the model is")
+            inputs.check_source(source, inputs.where_it_is(source, self.source, "the model"))
         loaded = load_model(source, seq_len) if self._model is None else self._model()
         return verify(self.document, loaded, steps=steps)
 
@@ -542,27 +542,45 @@ def plan(
 def load(
     path: str | Path,
     *,
-    model: str | Path | None = None,
+    model: "Model | None" = None,
+    batch: "MakeBatch | None" = None,
+    loss: "Loss | None" = None,
+    lora: "Lora | None" = None,
     cache: bool = True,
     to_run: bool = False,
     waiting: terminal.Waiting | None = None,
 ) -> Planned:
-    """A saved plan, checked. model: where its model or profile is now; it is looked at when an answer needs it.
+    """A saved plan, checked. model: where its model or profile is now, or the module or what builds one that it was
+    made of, with its batch and loss as for `plan`; it is looked at when an answer needs it.
 
     to_run: check also that the executor runs all of it. waiting: told what is being done.
     """
     document, told = inputs.read_plan(Path(path), to_run=to_run), waiting or terminal.Waiting(quiet=True)
+    seq_len = document.training.seq_len
+    is_object = not (model is None or isinstance(model, str | Path))
+    if not is_object and any(each is not None for each in (batch, loss, lora)):
+        raise ValueError("batch=, loss= and lora= go with a module, or what builds one, that is given as model=")
 
     def of_model() -> ModelProfile:
-        return inputs.profile_of(document, Path(path), None if model is None else str(model), told, not cache)
+        if not is_object:
+            return inputs.profile_of(document, Path(path), None if model is None else str(model), told, not cache)
+        assert model is not None
+        request = Request(model, JobOptions(seq_len=seq_len), use_cache=cache, batch=batch, loss=loss, lora=lora)
+        found, _ = profiled(request, told)
+        inputs.check_same_model(document, Path(path), found, f"model={found.name}")
+        return found
 
     def itself() -> "LoadedModel":
         from ..profiler.model.load import load_model
 
+        if isinstance(model, ModelProfile):
+            raise ValueError("verify runs the model, and model= is only its profile: give the model itself")
+        if is_object:
+            return load_model(model, seq_len, batch, loss, lora)
         source = inputs.model_of(document, str(model))
         if json_kind(inputs.check_source(source, "--model says where the model is")) == "meshwright-profile":
             raise ValueError(f"plan verify runs the model, and {source} is only its profile: give the model itself")
-        return load_model(source, document.training.seq_len)
+        return load_model(source, seq_len)
 
     return Planned(document, of_model, model=None if model is None else itself, source=str(path))
 

@@ -295,6 +295,16 @@ def test_a_module_is_planned_trained_by_what_was_planned_and_verified_with_itsel
 
     assert losses[2] < losses[1] < losses[0]
     assert plan.profile == mw.profile(build, batch=batch, loss=loss)
+    saved = plan.save("object.json")
+    with pytest.raises(ValueError, match=r"of a Python object: give it to mw.load.'object.json', model=build, bat"):
+        mw.load(saved).explain("fsdp")
+    with pytest.raises(ValueError, match="batch=, loss= and lora= go with a module"):
+        mw.load(saved, batch=batch)
+    again = mw.load(saved, model=build, batch=batch, loss=loss)
+    assert again.estimate == plan.estimate
+    assert str(again.verify()).splitlines()[-1].startswith("SAME NUMBERS")
+    with pytest.raises(ValueError, match=r"model=Linear is not the model that .* was made for"):
+        mw.load(saved, model=torch.nn.Linear(8, 4), batch=batch, loss=loss).explain()
 
 
 def test_python_m_meshwright_is_the_command(capsys: pytest.CaptureFixture[str]) -> None:

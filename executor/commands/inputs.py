@@ -282,16 +282,30 @@ def profile_of(
     document: Plan, plan_file: Path, model: str | None, waiting: terminal.Waiting, no_cache: bool
 ) -> ModelProfile:
     """The profile of a plan's model. Raises ValueError if it is not found, is not to be run, or has changed since."""
-    from ...planner.answers.check import unlike
-
     source = model_of(document, model)
-    check_source(source, "--model says where the model, or its profile.json, is")
+    check_source(source, where_it_is(source, plan_file, "the model, or its profile.json,"))
     if model is None and runs_foreign_code(document, plan_file):
         raise ValueError(
             f"{plan_file} names the model file {source}, which lies outside of the plan's folder and would be run to "
             f"profile it; if you trust it, say so: --model {source}"
         )
     profile, _ = read_model(source, document.training.seq_len, waiting, not no_cache)
+    check_same_model(document, plan_file, profile, source)
+    return profile
+
+
+def where_it_is(source: str, plan_file: str | Path, what: str) -> str:
+    """How to say where the model of a plan is, which names it like this."""
+    if source.isidentifier() or source == "<lambda>":
+        made = f"mw.load({str(plan_file)!r}, model={source}, batch=..., loss=...)"
+        return f"the plan was made of a Python object: give it to {made}, or say with --model where {what} is"
+    return f"--model says where {what} is"
+
+
+def check_same_model(document: Plan, plan_file: Path, profile: ModelProfile, source: str) -> None:
+    """Raises ValueError if this is not the profile of the model that a plan was made for. source: what it is of."""
+    from ...planner.answers.check import unlike
+
     if profile.fingerprint != document.model.fingerprint:
         raise ValueError(
             f"{source} is not the model that {plan_file} was made for ({document.model.name}, fingerprint "
@@ -304,4 +318,3 @@ def profile_of(
         )
     if changed:
         raise ValueError(f"{plan_file} breaks a limit: {changed[0]}; make it again with: plan MODEL -o {plan_file}")
-    return profile

@@ -64,7 +64,7 @@ class Difference:
     relative: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class VerifyReport:
     """Whether a plan computes what one process computes.
 
@@ -120,6 +120,11 @@ class VerifyReport:
             f"DIFFERENT NUMBERS, first in {self.first.what}: one process {self.first.one_process:.7g}, "
             f"plan {self.first.plan:.7g} (relative difference {self.first.relative:.1e}, allowed {TOLERANCE:g})",
         ]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    __repr__ = __str__
 
 
 def verify(plan: Plan, loaded: LoadedModel, steps: int = 3) -> VerifyReport:
