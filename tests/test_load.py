@@ -100,6 +100,27 @@ def test_the_function_that_fails_is_named_whichever_it_is(tmp_path: Path) -> Non
         trace(loaded)
 
 
+def test_a_file_finds_what_lies_beside_it_and_in_its_package_whenever_it_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    inner = tmp_path / "outer_package" / "inner"
+    inner.mkdir(parents=True)
+    for folder in (inner.parent, inner):
+        (folder / "__init__.py").touch()
+    (inner.parent / "upper.py").write_text("WIDTH = 5\n")
+    (inner / "beside_it.py").write_text("WIDTH = 6\n")
+    text = GOOD.replace("nn.Linear(4, 2)", "nn.Linear(WIDTH, late())") + "\ndef late():\n    import {}\n    return {}\n"
+    relative = text.format("beside_it", "beside_it.WIDTH") + "from ..upper import WIDTH\n"
+    absolute = text.format("outer_package.upper", "6") + "from outer_package.inner.beside_it import WIDTH\n"
+
+    built = [load_model(_file(inner, each, f"m{i}.py")).build() for i, each in enumerate((relative, absolute))]
+
+    assert [tuple(each.weight.shape) for each in built] == [(6, 5), (6, 6)]
+    with pytest.raises(ValueError, match="imports what is not there: attempted relative import beyond"):
+        load_model(_file(inner, "from " + 99 * "." + "upper import WIDTH\n"))
+
+
 def test_seq_len_reaches_the_batch() -> None:
     assert load_model(MODELS / "gpt.py", seq_len=128).batch(2)[0].shape == (2, 128)
 

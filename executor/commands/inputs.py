@@ -182,7 +182,9 @@ def check_source(source: str, rule: str) -> Path:
     if path.exists():
         check_ends(path)
         return path
-    meant = meant_by(path, (".py", ".json", ""))
+    module, colon, function = source.partition(":")
+    as_file = Path(module.replace(".", "/") + ".py")  # "package.module:function", as Python names it
+    meant = f"{as_file}{colon}{function}" if as_file.is_file() else meant_by(path, (".py", ".json", ""))
     hint = rule if meant is None else f"did you mean {meant}?"
     if is_hub_name(source):
         hint = not_in_cache(source)

@@ -17,7 +17,9 @@ A tuple batch is (inputs..., targets): see split_inputs. A batch of one tensor i
 import difflib
 import functools
 import hashlib
+import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -156,22 +158,42 @@ def _from_file(path: Path, function: str, source: str) -> LoadedModel:
 
 
 def _import_file(path: Path) -> ModuleType:
+    """The file as a module; modules beside it, and its own package, are found, as where Python runs it, now and later.
+    A file with relative imports is a module of the package that its folder is."""
+    folder = path.resolve().parent
+    text = called(path.read_bytes, str(path)) if path.is_file() else b""
+    levels = max(map(len, _RELATIVE.findall(text)), default=0)
+    names = list[str]()
+    root = folder
+    while (root / "__init__.py").is_file() or (len(names) < levels and root.name):
+        names.insert(0, root.name)
+        root = root.parent
+    package = ".".join(names) if levels else ""
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
-    name = f"meshwright_model_{path.stem}_{digest}"
+    name = f"{package}.meshwright_model_{path.stem}_{digest}".lstrip(".")
     spec = importlib.util.spec_from_file_location(name, path, loader=SourceFileLoader(name, str(path)))
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} cannot be imported as a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    sys.path.insert(0, str(path.resolve().parent))
+    first, last = [str(folder), str(root)], [each for each in map(str, {folder, root}) if each not in sys.path]
+    sys.path[:0] = first
+    sys.path += last
     try:
+        if package:
+            called(functools.partial(importlib.import_module, package), f"the package {package} of {path}")
+        sys.modules[name] = module
         called(functools.partial(spec.loader.exec_module, module), str(path))
     except ValueError:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
         raise
     finally:
-        sys.path.remove(str(path.resolve().parent))
+        for each in first:
+            sys.path.remove(each)
     return module
+
+
+_RELATIVE = re.compile(rb"^\s*from\s+(\.+)[\w\s.]*import\b", re.MULTILINE)
+"""A relative import, and its dots."""
 
 
 def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:

@@ -279,8 +279,13 @@ def failure_of(what: str, error: BaseException) -> str:
             f"{what} needs the file {error.filename}, which is not there ({place_of(error)}). A plan needs shapes, not "
             "data: make the tensors with torch.randn or torch.randint, and open files only when training"
         )
+    if isinstance(error, ModuleNotFoundError):
+        return (
+            f"{what} imports what is not installed: {error} ({place_of(error)}); modules of your own are found beside "
+            "the model file, in its package, and in folders that PYTHONPATH names"
+        )
     if isinstance(error, ImportError):
-        return f"{what} imports what is not installed: {error} ({place_of(error)})"
+        return f"{what} imports what is not there: {error} ({place_of(error)})"
     if isinstance(error, SyntaxError):
         return f"{what} is not valid Python: {error.msg} ({error.filename}:{error.lineno})"
     if isinstance(error, SystemExit):
