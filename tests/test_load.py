@@ -186,6 +186,7 @@ def test_more_than_forward_takes_is_refused() -> None:
         split_inputs(_Takes(), (1, 2, 3), has_loss=False)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -203,12 +204,41 @@ def test_more_than_forward_takes_is_refused() -> None:
         (GOOD.replace("def batch(size)", "def batch(size, seq_len)"), ["no default length", "seq_len=1024"]),
         (GOOD + "\nglobal_batch = 'many'\n", ["global_batch", "'many'", "64"]),
         (GOOD + "\nloss = 3\n", ["loss", "must be a function"]),
+        (GOOD.replace("def batch(size)", "def batch()"), ["batch of", "takes (), and is called", "def batch(size)"]),
+        (GOOD.replace("nn.Linear(4, 2)", "nn.Linear(4, 2).cuda()"), ["moves tensors to a GPU", "leave out .cuda()"]),
+        (GOOD.replace("nn.Linear(4, 2)", "nn.DataParallel(nn.Linear(4, 2))"), ["DataParallel around all of it"]),
+        (GOOD.replace("nn.Linear(4, 2)", "torch.jit.script(nn.Linear(4, 2))"), ["return it unscripted"]),
     ],
 )
 def test_bad_files_are_told_in_a_sentence(tmp_path: Path, text: str, words: list[str]) -> None:
     message = _refusal(tmp_path, text)
 
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ("loss = nn.MSELoss()", r"AttributeError.*inside loss\(output, batch\), which is given .* all of what batch"),
+        (
+            "def loss(output, batch):\n    return (output - batch[1]).pow(2)",
+            r"a tensor of \[2, 2\], not one number",
+        ),
+        ("def loss(output, batch):\n    return output.detach().sum()", "a number in which no parameter has a part"),
+    ],
+)
+def test_a_loss_that_trains_nothing_is_told_why(tmp_path: Path, loss: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        trace(load_model(_file(tmp_path, f"{GOOD}\n\n{loss}\n")))
+
+
+def test_a_model_may_be_a_module_that_the_file_has_made(tmp_path: Path) -> None:
+    loaded = load_model(_file(tmp_path, GOOD + "\nmodel = nn.Linear(4, 2)\n"))
+
+    built = [loaded.build() for _ in range(2)]
+
+    assert [type(each) for each in built] == [nn.Linear] * 2
+    assert built[0].weight is not built[1].weight
 
 
 def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:

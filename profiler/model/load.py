@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..document import check_ends
 from .adapters import adapted, read_adapters, with_lora
-from .loaded import Build, LoadedModel, Loss, MakeBatch, called, checked, copy_of
+from .loaded import Build, LoadedModel, Loss, MakeBatch, called, checked
 from .source import LORA, PADDED, file_of, is_hub_name, not_in_cache
 
 if TYPE_CHECKING:
@@ -241,5 +241,4 @@ def _from_object(source: Any, batch: MakeBatch | None, loss: Loss | None) -> Loa
         )
     if not callable(batch):
         raise ValueError(f"batch= is a {type(batch).__name__}; it must be a function of the number of samples")
-    build = functools.partial(copy_of, source) if isinstance(source, nn.Module) else source
-    return checked(build, batch, name=name, source=name, loss=loss, built_by=f"{name}()")
+    return checked(source, batch, name=name, source=name, loss=loss, built_by=f"{name}()")

@@ -95,8 +95,20 @@ def split_inputs(module: "nn.Module", batch: Batch, has_loss: bool) -> tuple[tup
     return batch, {}
 
 
+def _check_arguments(make_batch: MakeBatch, takes_length: bool, source: str) -> None:
+    """Raises ValueError for a batch function that is not to be called with a number of samples."""
+    signature = inspect.signature(make_batch)
+    try:
+        signature.bind(2, **({"seq_len": 1} if takes_length else {}))
+    except TypeError as error:
+        raise ValueError(
+            f"batch of {source} takes {signature}, and is called with a number of samples: write it as `def "
+            "batch(size)`, or as `def batch(size, seq_len=1024)` if samples have a length"
+        ) from error
+
+
 def checked(
-    build: Callable[[], Any],
+    build: "Callable[[], Any] | nn.Module",
     make_batch: MakeBatch,
     *,
     name: str,
@@ -110,7 +122,12 @@ def checked(
     """The model of a constructor and a batch function, with what they do wrong told in sentences; seq_len: that of the
     batch function if not given; built_by: the constructor in words. Raises ValueError where the batch function has no
     length."""
+    from torch import nn
+
     takes = takes_seq_len(make_batch)
+    _check_arguments(make_batch, takes, source)
+    if isinstance(build, nn.Module):
+        build = functools.partial(copy_of, build)
     if takes and seq_len is None:
         default = inspect.signature(make_batch).parameters["seq_len"].default
         if not isinstance(default, int):
@@ -157,6 +174,7 @@ def _guarded_build(
                 f"{built_by} returned a {type(module).__name__}; it must return a torch.nn.Module, "
                 "for example `return MyModel()`"
             )
+        _check_bare(module, built_by)
         is_older = torch.get_default_device().type == "meta" and not all(p.is_meta for p in module.parameters())
         if is_older and not kept and not parts:
             again = called(build, built_by)
@@ -171,6 +189,21 @@ def _guarded_build(
         return initialised(module, forward) if is_lazy(module) else module
 
     return guarded
+
+
+def _check_bare(module: "nn.Module", built_by: str) -> None:
+    """Raises ValueError for a model inside of what hides its layers, or splits its batches itself."""
+    import torch
+    from torch import nn
+
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(f"{built_by} returned a scripted model, whose layers nobody sees: return it unscripted")
+    for name, part in module.named_modules():
+        if isinstance(part, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"{built_by} returned a model with {type(part).__name__} around {name or 'all of it'}, which splits "
+                "batches over GPUs by itself: leave it out, and the plan says how they are split"
+            )
 
 
 def _copy_parts(module: "nn.Module", parts: "set[nn.Module]") -> None:
@@ -295,7 +328,23 @@ def failure_of(what: str, error: BaseException) -> str:
         )
     if isinstance(error, ValueError) and is_ours(error):
         return f"{what}: {error}"
+    if asks_for_gpu(error):
+        return (
+            f"{what} moves tensors to a GPU itself ({place_of(error)}), which is for the trainer to do: leave out "
+            ".cuda() and .to('cuda'), and make new tensors where those that are there lie"
+        )
+    if isinstance(error, OSError) and "huggingface.co" in str(error):
+        return (
+            f"{what} asks for files of the Hugging Face hub that are not in its cache here ({place_of(error)}), and a "
+            "plan needs no weights: make the model of its configuration (AutoModelForCausalLM.from_config), and give "
+            "weights= to mw.parallelize"
+        )
     return f"{what} raised {kind_of(error)} ({place_of(error)})"
+
+
+def asks_for_gpu(error: BaseException) -> bool:
+    """Whether a GPU was asked for where none is; what no device can do names all devices."""
+    return "cuda" in str(error).lower() and not isinstance(error, NotImplementedError)
 
 
 def kind_of(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from ..running.fake import (
     DecidesByDrawsError,
     DecidesByValuesError,
     FakeModel,
+    NoLossError,
     TokenByTokenError,
     fake_model,
     real_model,
@@ -131,6 +132,8 @@ def _on_fake_tensors(
         return _profile(
             fake_model(loaded, torch.bfloat16, knows_layout), notes, lengths, progress, most, cuts, other_lengths
         )
+    except NoLossError as error:  # in no precision, and with no number of samples
+        raise ValueError(str(error)) from None
     except ValueError as error:
         why = str(error).removesuffix(f" {loaded.if_not_run}")  # in float32 it may run as it is
         note = f"profiled in float32, because it does not run in bfloat16: {why}"

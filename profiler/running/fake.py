@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from ..model.batches import named_tensors
 from ..model.building import in_training, on_meta
 from ..model.frozen import kept_as
-from ..model.loaded import Batch, LoadedModel, failure_of, is_ours, kind_of, place_of, split_inputs
+from ..model.loaded import Batch, LoadedModel, asks_for_gpu, failure_of, is_ours, kind_of, place_of, split_inputs
 from ..model.model_profile import BufferProfile, KeptAs
 from ..semantics.draws import SameChoices, dice_apart, seeded_dice
 from ..threads import one_thread
@@ -49,6 +49,16 @@ _WITHOUT_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\((.*?)\)>"
 
 BeforeLoss = Callable[[list[torch.Tensor]], None]
 """Is told of the tensors that the module has returned."""
+
+
+_IN_LOSS = (
+    "That is inside loss(output, batch), which is given what forward returns and all of what batch(size) gives: for "
+    "example, def loss(output, batch): return torch.nn.functional.cross_entropy(output, batch[1])"
+)
+
+
+class NoLossError(ValueError):
+    """What should be the loss is no number that parameters have a part in."""
 
 
 class TokenByTokenError(Exception):
@@ -212,7 +222,11 @@ class FakeModel:
         output = self.module(*args, **kwargs)
         before_loss([leaf for leaf in tree_leaves(_parts(output)) if isinstance(leaf, torch.Tensor)])
         if self.loaded.loss is not None:
-            output = self.loaded.loss(output, batch)
+            try:
+                output = self.loaded.loss(output, batch)
+            except Exception as error:
+                error.add_note(_IN_LOSS)
+                raise
             if not isinstance(output, torch.Tensor):
                 raise ValueError(
                     f"loss(output, batch) of {self.loaded.source} returned a {type(output).__name__}, not the one "
@@ -271,14 +285,12 @@ class FakeModel:
                     "torch does not know the size of the result without running it: say so with its register_fake, a "
                     "function that returns an empty tensor of that size"
                 ) from error
-            if "cuda" in str(error).lower() and not isinstance(error, NotImplementedError):  # which lists all devices
-                raise ValueError(
-                    f"{self.loaded.source} moves tensors to a GPU itself ({place_of(error)}), which is for the trainer "
-                    "to do: leave out .cuda() and .to('cuda'), and make new tensors where those that are there lie"
-                ) from error
+            if asks_for_gpu(error):
+                raise ValueError(failure_of(self.loaded.source, error)) from error
+            in_loss = _IN_LOSS in getattr(error, "__notes__", ())
             raise ValueError(
                 f"{self.loaded.source} does not run with its own micro-batch: {kind_of(error)} "
-                f"({place_of(error)}). {self.loaded.if_not_run}"
+                f"({place_of(error)}). {_IN_LOSS if in_loss else self.loaded.if_not_run}"
             ) from error
 
     @contextmanager
@@ -473,8 +485,16 @@ def scalar(output: Any, loaded: LoadedModel) -> torch.Tensor:
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and leaf.requires_grad:
             return leaf
-    what = "loss(output, batch)" if loaded.loss is not None else "the module"
-    raise ValueError(
-        f"{what} of {loaded.source} returned no single number to train on; define in the model file, for example: "
+    what = f"loss(output, batch) of {loaded.source}" if loaded.loss is not None else f"the module of {loaded.source}"
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    if any(leaf.numel() == 1 for leaf in tensors):
+        raise NoLossError(
+            f"{what} returned a number in which no parameter has a part, so that it trains none: leave out detach(), "
+            "no_grad() and the like"
+        )
+    if loaded.loss is not None and tensors:
+        raise NoLossError(f"{what} returned a tensor of {list(tensors[0].shape)}, not one number: return its mean")
+    raise NoLossError(
+        f"{what} returned no single number to train on; define in the model file, for example: "
         "def loss(output, batch): return torch.nn.functional.cross_entropy(output, batch[1])"
     )
