@@ -296,6 +296,7 @@ def test_replicas_follow_what_is_frozen_between_steps() -> None:
         ({"weight": lambda batch: -1}, "at least 0"),
         ({"optimizer": torch.optim.LBFGS}, "asks for the loss again"),
         ({"optimizer": adamw(TiedNet().parameters())}, "is made already"),
+        ({"optimizer": None}, "optimizer=None: give the function that makes it"),
         ({"model": TiedNet()}, "is built already"),
         ({"model": lambda: ONE}, "returned the same TiedNet twice"),
         ({"model": lambda: None}, "returned a NoneType"),

@@ -19,9 +19,10 @@ def optimizer_of(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) ->
     ValueError if it returns anything but optimizers, or if these have other parameters.
     """
     if not callable(make):
+        made = f"{type(make).__name__}(...) is made already, of parameters that are not those that are trained"
+        found = made if isinstance(make, Optimizer) else repr(make)
         raise ValueError(
-            f"optimizer={type(make).__name__}(...) is made already, of parameters that are not those that are trained: "
-            "give the function that makes it, optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4)"
+            f"optimizer={found}: give the function that makes it, optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4)"
         )
     made = make(list(parameters.items()) if _wants_names(make) else list(parameters.values()))
     several = list(made) if isinstance(made, Iterable) and not isinstance(made, Optimizer) else [made]
