@@ -599,6 +599,16 @@ def test_blocks_within_stages_are_layers() -> None:
     assert blocks[3:] == ["stages.1.layers.0", "stages.1.layers.1"]
 
 
+def test_blocks_of_stages_that_are_containers_themselves_are_layers() -> None:
+    widening = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+    profile = _of_module(
+        _Levels(nn.Sequential(widening, _Residual(16), _Residual(16)), nn.Sequential(_Residual(16), _Residual(16))), 8
+    )
+
+    blocks = [f"stages.{stage}.{block}" for stage, block in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))]
+    assert [layer.name for layer in profile.layers] == [*blocks, "head"]
+
+
 def test_experts_side_by_side_stay_in_their_layer() -> None:
     profile = _of_module(_Levels(nn.Linear(16, 16), _Mixture(16), _Mixture(16)), 16)
 

@@ -74,7 +74,7 @@ def _containers(root: nn.Module, closed: frozenset[str], fewest: int = 2) -> lis
         element = _element(root, name, max(outer, key=len, default=""))
         if outer and element in closed:
             continue
-        if outer and not (outer == [""] and _holds_blocks(module)) and not (name != element and _holds_alike(module)):
+        if outer and not (outer == [""] and _holds_blocks(module)) and not _holds_alike(module):
             continue
         deep_mlp = name.count(".") > 0 and isinstance(module, nn.Sequential) and not _holds_blocks(module)
         if _is_container(module, fewest) and not deep_mlp:
