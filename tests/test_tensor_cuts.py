@@ -11,6 +11,7 @@ from torch.nn import functional
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import LayerClass, TensorCut, amount_at
 from meshwright.profiler.model.trace import trace
+from meshwright.profiler.tensor_cuts import tensor_cuts, tensor_rank
 from support import slow
 from support.zoo import zoo_profile
 
@@ -423,6 +424,27 @@ def test_what_is_no_pair_of_modules_is_named(kind: str, note: str) -> None:
     profile = trace(load_model(model, batch=lambda size: torch.ones(size, 4, 8), loss=lambda y, batch: y.mean()))
 
     assert any(found.startswith(note) for found in profile.notes), profile.notes
+
+
+class _Normed(_Pair):
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(32), nn.Unflatten(0, (-1, 4))))
+
+
+def test_a_batch_norm_between_is_named_before_a_cut_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def run_cut(*args: Any, **kwargs: Any) -> Any:
+        tried.extend(cut.kind for cut in args[6])
+        return tensor_rank.run_cut(*args, **kwargs)
+
+    monkeypatch.setattr(tensor_cuts, "run_cut", run_cut)
+    model = nn.Sequential(_Normed(), _Normed())
+    profile = trace(load_model(model, batch=lambda size: torch.ones(size, 4, 8), loss=lambda y, batch: y.mean()))
+
+    why = "because between.1 between its columns and it keeps statistics of every feature"
+    assert f"0.down: not cut by tensor parallelism, {why}" in profile.notes, profile.notes
+    assert set(tried) == {"head"}
 
 
 class _Pooled(nn.Module):

@@ -32,6 +32,7 @@ from .tensor_flow import (
     Door,
     Flow,
     Tap,
+    batch_norm,
     by_heads_of,
     channels_of,
     columns_of,
@@ -294,6 +295,8 @@ class _Probe:
                 return found
             if len(found) > 1:
                 parts[column] = found
+        if norm := batch_norm(flow, self.modules, between):
+            return f"because {norm} between its columns and it keeps statistics of every feature"
         kind, units = kind_and_units(flow, rows[0], columns, parts, between)
         sharded: dict[str, int] = {}
         for column in columns:

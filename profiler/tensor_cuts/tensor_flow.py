@@ -307,6 +307,18 @@ def group_norms(flow: Flow, modules: dict[str, nn.Module], between: set[int]) ->
     return found
 
 
+def batch_norm(flow: Flow, modules: dict[str, nn.Module], between: set[int]) -> str:
+    """A batch norm that keeps statistics of what is cut, which every rank would have of its own features; '' if none.
+    """
+    cut = cut_storages(flow, between)
+    for op in flow.ops:
+        module = modules.get(op.module)
+        keeps = isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
+        if keeps and {view.storage for view in op.inputs} & cut:
+            return op.module
+    return ""
+
+
 def _readers(ops: Sequence[Op], made: View) -> list[View]:
     """How operators (not views) read a tensor, or what element by element was made of the whole of it: of those that
     make more of that, what they read beside it (x * x[..., :1])."""
