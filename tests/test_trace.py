@@ -566,6 +566,27 @@ class _Residual(nn.Module):
         return x + self.down(functional.relu(self.up(x)))
 
 
+class _Based(nn.Module):
+    """Layers, of which one has the name that PEFT gives to what its adapters stand beside, as in timm's DLA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.level0, self.level1 = _Residual(8), _Residual(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.level1(self.level0(self.base_layer(x)))  # type: ignore[no-any-return]
+
+
+def test_a_layer_of_the_name_of_a_layer_under_adapters_is_one_like_others() -> None:
+    assert [layer.name for layer in _of_module(_Based(), 8).layers] == [
+        "base_layer.0",
+        "base_layer.2",
+        "level0",
+        "level1",
+    ]
+
+
 class _Mixture(nn.Module):
     """Experts side by side: as many tensors cross between them as there are sums under way."""
 

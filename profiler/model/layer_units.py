@@ -57,8 +57,8 @@ def _wrapped(root: nn.Module) -> str:
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    """Whether it is a layer with an adapter beside it, by PEFT's name for the layer."""
-    return any(name == "base_layer" for name, _ in module.named_children())
+    """Whether it is a layer with an adapter beside it, by PEFT's names for both; others have a base_layer, too."""
+    return hasattr(module, "adapter_layer_names") and any(name == "base_layer" for name, _ in module.named_children())
 
 
 def _containers(root: nn.Module, closed: frozenset[str], fewest: int = 2) -> list[str]:
