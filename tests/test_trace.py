@@ -636,6 +636,13 @@ def test_experts_side_by_side_stay_in_their_layer() -> None:
     assert [layer.name for layer in profile.layers] == ["stages.0", "stages.1", "stages.2", "head"]
 
 
+def test_blocks_around_experts_are_layers_of_their_stage() -> None:
+    stage = nn.Sequential(_Mixture(16), _Mixture(16), _Mixture(16))
+    profile = _of_module(_Levels(nn.Linear(16, 16), stage), 16)
+
+    assert [layer.name for layer in profile.layers] == ["stages.0", "stages.1.0", "stages.1.1", "stages.1.2", "head"]
+
+
 @cache
 def _gpt_of_any_length() -> ModelProfile:
     return trace(load_model("benchmarks/models/gpt.py"), seq_len=256, lengths=True)

@@ -132,7 +132,7 @@ class LayerChain:
 
 
 def observe(fake: FakeModel, size: int, seq_len: int | None, most_operators: int | None = None) -> LayerChain:
-    """Run the whole model forward (once, and once more if stages were opened in vain) and read off its chain.
+    """Run the whole model forward (once, and again while stages were opened in vain) and read off its chain.
 
     most_operators: Raises TokenByTokenError when one module has run so many.
     """
@@ -158,7 +158,9 @@ def observe(fake: FakeModel, size: int, seq_len: int | None, most_operators: int
     throws = range(_THROWS) if throws_dice and fake.mode is not None else ()  # real tensors go one way of them
     if any(_thrown(fake, units, size, seq_len, number) != chain.signatures for number in throws):
         raise DecidesByDrawsError("random", f"a draw of Python's or numpy's in {fake.loaded.source}")
-    if closed := _opened_in_vain(fake, chain):
+    closed = frozenset[str]()
+    while in_vain := _opened_in_vain(chain) - closed:
+        closed |= in_vain
         units = find_units(fake.module, closed)
         chain = _observe(fake, units, size, seq_len)
     written = [name for name, (x, version) in buffers.items() if x._version != version or name in chain.written]
@@ -349,8 +351,9 @@ def _noting_hooks(watch: ChainWatch) -> Iterator[None]:
         yield
 
 
-def _opened_in_vain(fake: FakeModel, chain: LayerChain) -> frozenset[str]:
-    """Opened elements of containers within which every cut carries more bytes than those around them."""
+def _opened_in_vain(chain: LayerChain) -> frozenset[str]:
+    """Opened elements of containers within which every cut carries more bytes than those around them; of those inside
+    of each other the innermost, as others have other cuts once these are closed."""
     crossing = bytes_over(chain.graph)
     in_vain = set()
     blocks = [{u for u in layer.units if u in chain.units.elements} for layer in chain.layers]
@@ -360,7 +363,7 @@ def _opened_in_vain(fake: FakeModel, chain: LayerChain) -> frozenset[str]:
         within = [crossing[i] for i in range(first + 1, last + 1) if blocks[i - 1] and blocks[i]]
         if not within or min(within) > _MORE_BYTES * max(crossing[first], crossing[last + 1]):
             in_vain.add(name)
-    return frozenset(in_vain)
+    return frozenset(name for name in in_vain if not any(other.startswith(f"{name}.") for other in in_vain))
 
 
 def _stateful(root: nn.Module, written: list[str]) -> tuple[str, ...]:
