@@ -308,7 +308,7 @@ def group_norms(flow: Flow, modules: dict[str, nn.Module], between: set[int]) ->
 
 
 def batch_norm(flow: Flow, modules: dict[str, nn.Module], between: set[int]) -> str:
-    """A batch norm that keeps statistics of what is cut, which every rank would have of its own features; '' if none."""
+    """A batch norm that keeps statistics of what is cut, of which each rank would have its own; '' if there is none."""
     cut = cut_storages(flow, between)
     for op in flow.ops:
         module = modules.get(op.module)
