@@ -99,5 +99,5 @@ def test_work_that_does_not_grow_evenly_with_samples_is_refused_in_words() -> No
 
     model = replace(loaded(Tree(1, ("linear", "linear"), (0, 1))), loss=of_pairs)
 
-    with pytest.raises(ValueError, match=r"cannot be priced: an operator of .* must grow evenly with the samples"):
+    with pytest.raises(ValueError, match=r"cannot be priced: mm in the code of .* must grow evenly with the samples"):
         trace(model)

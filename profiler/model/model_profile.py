@@ -573,10 +573,11 @@ def _check_class(layer_class: LayerClass) -> None:
     for costs in filter(None, [*modes, *layer_class.tensor_alone, *layer_class.sequence_without]):
         if any(part >= count for held in costs.part_bytes for part in (*held.saved_in, *held.given_to)):
             raise ValueError(f"{layer_class.name} holds bytes of a part that is not there: it has {count}")
-        if min((amount_at(op.flops, 1) for op in costs.operators), default=0.0) < -1.0:
+        if uneven := next((op for op in costs.operators if amount_at(op.flops, 1) < -1.0), None):
             raise ValueError(
-                f"an operator of {layer_class.name} does less than no FLOPs for one sample; work must grow evenly with "
-                "the samples of a micro-batch"
+                f"{uneven.name} in {uneven.module or 'the code'} of {layer_class.name} does less than no FLOPs for one "
+                "sample, by what it does for two and three; work must grow evenly with the samples of a micro-batch "
+                "(does it multiply samples with each other?)"
             )
     for named, found in (
         ("tensor_alone", layer_class.tensor_alone),
