@@ -57,8 +57,10 @@ def _wrapped(root: nn.Module) -> str:
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    """Whether it is a layer with an adapter beside it, by PEFT's names for both; others have a base_layer, too."""
-    return hasattr(module, "adapter_layer_names") and any(name == "base_layer" for name, _ in module.named_children())
+    """Whether it is a layer with an adapter beside it, by PEFT's names. A base_layer that is made of modules is a part
+    of a model's own, unless PEFT's class says otherwise."""
+    base = dict(module.named_children()).get("base_layer")
+    return base is not None and (hasattr(module, "adapter_layer_names") or next(base.children(), None) is None)
 
 
 def _containers(root: nn.Module, closed: frozenset[str], fewest: int = 2) -> list[str]:
