@@ -426,7 +426,7 @@ def test_what_is_no_pair_of_modules_is_named(kind: str, note: str) -> None:
     assert any(found.startswith(note) for found in profile.notes), profile.notes
 
 
-class _Normed(_Pair):
+class _BatchNormed(_Pair):
     def __init__(self) -> None:
         super().__init__(nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(32), nn.Unflatten(0, (-1, 4))))
 
@@ -439,7 +439,7 @@ def test_a_batch_norm_between_is_named_before_a_cut_is_tried(monkeypatch: pytest
         return tensor_rank.run_cut(*args, **kwargs)
 
     monkeypatch.setattr(tensor_cuts, "run_cut", run_cut)
-    model = nn.Sequential(_Normed(), _Normed())
+    model = nn.Sequential(_BatchNormed(), _BatchNormed())
     profile = trace(load_model(model, batch=lambda size: torch.ones(size, 4, 8), loss=lambda y, batch: y.mean()))
 
     why = "because between.1 between its columns and it keeps statistics of every feature"
