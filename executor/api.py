@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..planner.plan.document import Plan
+from ..planner.plan.not_run import never_run, refusal
 from ..planner.plan.training import Objective
 from ..profiler.document import write_file
 from ..profiler.machine.cluster import ClusterSpec, Device, device_names, load_device
@@ -387,6 +388,8 @@ def tuned(
     training, notes = inputs.read_training(profile, machine, request.job.global_batch, stack)
     given, unfit = _given(setups, profile, machine, training)
     result = searched(profile, machine, training, pins, request.time_limit_s, waiting)
+    if priced_only := never_run(result.plan):
+        raise ValueError(f"plan tune runs what it measures: {refusal(result.plan, priced_only)}")
     profile_without = _profiles_without(loaded, waiting)
     first = result.plan
     if place.hosts is not None:

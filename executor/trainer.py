@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..planner.plan.document import Plan, load_plan
-from ..planner.plan.not_run import not_run
+from ..planner.plan.not_run import not_run, refusal
 from ..profiler.model.building import in_training
 from ..profiler.model.loaded import split_inputs
 from ..profiler.running.forward_state import undone
@@ -182,10 +182,8 @@ def parallelize(
     if isinstance(plan, OfPlan):
         plan = plan.document
     plan = plan if isinstance(plan, Plan) else load_plan(Path(plan))
-    priced_only = not_run(plan)
-    if priced_only:
-        way_out = "--lora ...,base=bf16" if plan.model.packed else "--precision bf16"
-        raise ValueError(f"the plan has {', '.join(priced_only)}, which is priced, not run yet: plan with {way_out}")
+    if priced_only := not_run(plan):
+        raise ValueError(refusal(plan, priced_only))
     check_numbers(max_grad_norm, check_every, timeout_s, seed)
     check_world_size(plan)
     backend = backend_of(compile, plan)

@@ -364,7 +364,12 @@ def test_what_is_packed_is_priced_only_and_exported_to_those_that_run_it(
     assert plan.model.name == "net-qlora-r4"
     assert not_run(plan) == {"a base in 4 bits": "one in bf16"}
     assert run_plan("verify", "plan.json") == 2
-    assert "a base in 4 bits; the executor runs one in bf16" in " ".join(capsys.readouterr().err.split())
+    words = "which is priced, not run yet: plan with --lora ...,base=bf16"
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert run_plan("tune", net, *flags, "--budget", "20s") == 2
+    assert f"plan tune runs what it measures: the plan has a base in 4 bits, {words}" in " ".join(
+        capsys.readouterr().err.split()
+    )
     with pytest.raises(ValueError, match=r"4 bits, which is priced, not run yet: plan with --lora \.\.\.,base=bf16"):
         mw.parallelize(load_model(net, lora="r=4").build, plan, torch.optim.SGD, None)
     notes = mw.load("plan.json").export("accelerate").notes

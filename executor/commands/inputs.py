@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...planner.cost.software import load_software
 from ...planner.plan.document import Plan, load_plan
+from ...planner.plan.not_run import not_run, refusal
 from ...planner.plan.training import REFERENCE, SAMPLES_PER_GPU, TrainingSpec
 from ...profiler.document import OURS, check_ends, meant_by
 from ...profiler.garbage import without_garbage_collection
@@ -257,7 +258,9 @@ def read_plan(path: Path, *, to_run: bool = False) -> Plan:
     from ...planner.answers.check import check
 
     document = load_plan(path)
-    violations = check(document, to_run=to_run)
+    if to_run and (priced_only := not_run(document)):
+        raise ValueError(f"{path}: {refusal(document, priced_only)}")
+    violations = check(document, to_run=False)
     if violations:
         raise ValueError(f"{path} breaks a limit: {violations[0]}; make it again with: plan MODEL -o {path}")
     return document

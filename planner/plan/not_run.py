@@ -1,21 +1,35 @@
 """What of a plan the executor does not run yet: the evaluator prices more."""
 
+from collections.abc import Iterable
+
 from .document import Plan
 from .training import EXECUTABLE_PRECISIONS
 
 
 def not_run(plan: Plan) -> dict[str, str]:
     """What is priced only -> what the executor runs instead, in words; empty if it runs all of the plan."""
-    precision, found = plan.training.precision, {}
-    if precision not in EXECUTABLE_PRECISIONS:
-        found[f"precision {precision}"] = " and ".join(EXECUTABLE_PRECISIONS)
+    precision, found = plan.training.precision, never_run(plan)
     if precision == "fp8" and plan.degrees.tensor > 1:
         found["precision fp8 with tensor parallelism"] = "fp8 with tensor=1"
     if precision == "fp8" and plan.model.expert_modules:
         found["precision fp8 of experts that share one tensor"] = "bf16"
+    return found
+
+
+def never_run(plan: Plan) -> dict[str, str]:
+    """What of it is priced only in whatever layout of the same job -> what the executor runs instead."""
+    precision, found = plan.training.precision, {}
+    if precision not in EXECUTABLE_PRECISIONS:
+        found[f"precision {precision}"] = " and ".join(EXECUTABLE_PRECISIONS)
     if plan.model.packed:
         found["a base in 4 bits"] = "one in bf16"
     return found
+
+
+def refusal(plan: Plan, found: Iterable[str]) -> str:
+    """Why a plan is not run, of what `not_run` found, and the way out."""
+    way_out = "--lora ...,base=bf16" if plan.model.packed else "--precision bf16"
+    return f"the plan has {', '.join(found)}, which is priced, not run yet: plan with {way_out}"
 
 
 def marked(plan: Plan) -> str:
