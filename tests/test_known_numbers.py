@@ -341,6 +341,18 @@ def test_the_same_batch_is_made_once_and_given_in_tensors_of_its_own(tmp_path: P
     assert grid.constant.data_ptr() != others.constant.data_ptr()
 
 
+def test_a_batch_whose_numbers_count_rows_of_all_samples_is_drawn_and_not_repeated() -> None:
+    def batch(size: int) -> Any:
+        edges = torch.cat([torch.randint(5, (2, 8)) + 5 * graph for graph in range(size)], dim=1)
+        return torch.randn(5 * size, 4), edges, torch.arange(size).repeat_interleave(5), torch.randint(2, (size,))
+
+    loaded = load_model(nn.Linear(4, 2), batch=batch, loss=lambda output, batch: output.sum())
+    _, edges, graphs, _ = fake_model(loaded, torch.float32, knows_layout=True).batch(3, None)
+
+    assert graphs.constant.tolist() == 5 * [0] + 5 * [1] + 5 * [2]
+    assert 10 <= edges.constant.max() < 15
+
+
 def test_a_model_that_splits_its_batch_by_sizes_in_it_is_profiled_without_numbers(tmp_path: Path) -> None:
     (tmp_path / "pictures.py").write_text(PICTURES)
 

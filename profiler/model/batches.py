@@ -1,11 +1,11 @@
 """What a batch of a model is made of: where its samples lie, and what counts rows of all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .loaded import LoadedModel
+from .loaded import Batch, LoadedModel
 from .model_profile import BatchTensor
 
 _SIZES = (3, 8, 24)
@@ -44,12 +44,33 @@ def with_counting(loaded: LoadedModel, tensors: Sequence[BatchTensor]) -> tuple[
     if any(batch.keys() != {tensor.name for tensor in tensors} for batch in batches):
         return tuple(tensors)
     rows = {(t.name, dim) for t in tensors for dim, kind in enumerate(t.dims) if kind == "batch"}
-    marked = {
+    marked = _counting(batches, counting, rows)
+    return tuple(t.model_copy(update={"counts_rows": t.counts_rows or t.name in marked}) for t in tensors)
+
+
+def counts_rows(loaded: LoadedModel, one: Batch, two: Batch) -> bool:
+    """Whether some numbers of a batch count rows of all its samples, of which one and two are given here: such a batch
+    is not that of one sample several times."""
+    few, more = named_tensors(one), named_tensors(two)
+    shapes = [(name, zip(few[name].shape, more[name].shape, strict=True)) for name in few]
+    rows = {(name, dim) for name, dims in shapes for dim, (a, b) in enumerate(dims) if a != b}
+    integers = {name for name, _ in rows if few[name].dtype in (torch.int64, torch.int32)}
+    may = _counting([more], integers, rows)
+    elements = sum(tensor.numel() for tensor in few.values())
+    if not may or elements * _SIZES[-1] > _MOST_ELEMENTS:
+        return False
+    return bool(_counting([named_tensors(loaded.batch(size)) for size in _SIZES], may, rows))
+
+
+def _counting(
+    batches: Sequence[Mapping[str, torch.Tensor]], names: Collection[str], rows: Collection[tuple[str, int]]
+) -> set[str]:
+    """Those of these tensors whose numbers are in all batches rows of the same tensor and dim."""
+    return {
         name
-        for name in counting
+        for name in names
         if any(all(_counts(batch[name], batch[of].shape[dim]) for batch in batches) for of, dim in rows)
     }
-    return tuple(t.model_copy(update={"counts_rows": t.counts_rows or t.name in marked}) for t in tensors)
 
 
 def _counts(numbers: torch.Tensor, rows: int) -> bool:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from ..model.batches import named_tensors
+from ..model.batches import counts_rows, named_tensors
 from ..model.building import in_training, on_meta
 from ..model.frozen import kept_as
 from ..model.loaded import Batch, LoadedModel, asks_for_gpu, failure_of, is_ours, kind_of, place_of, split_inputs
@@ -397,12 +397,13 @@ def _same_numbers() -> Iterator[None]:
 
 
 def _alike(loaded: LoadedModel, size: int, seed: int = 0) -> Batch:
-    """A batch of one sample, `size` times: always the same. Where a number in it says how many there are it cannot be
-    repeated, and is drawn."""
+    """A batch of one sample, `size` times: always the same. Where numbers in it say how many there are, or count rows
+    of all of them, it cannot be repeated, and is drawn."""
     torch.manual_seed(seed)
     one, two = loaded.batch(1), loaded.batch(2)
     (leaves, tree), (others, its_tree) = tree_flatten(one), tree_flatten(two)
-    if tree != its_tree or any(isinstance(a, int | float) and a != b for a, b in zip(leaves, others, strict=True)):
+    told = any(isinstance(a, int | float) and a != b for a, b in zip(leaves, others, strict=True))
+    if tree != its_tree or told or counts_rows(loaded, one, two):
         torch.manual_seed(seed)
         return loaded.batch(size)
     made: Batch = tree_map(lambda a, b: _repeated(a, b, size) if isinstance(a, torch.Tensor) else a, one, two)
