@@ -360,7 +360,7 @@ def whole_step_s(
     return max(max(e.end_s for e in events if e.rank == rank) + once[rank] for rank in range(len(once)))
 
 
-def assert_long_steps_are_exact(schedule: Schedule, equal: bool, multiple: bool, tolerance: float = 1e-9) -> None:
+def assert_long_steps_are_exact(schedule: Schedule, equal: bool, multiple: bool) -> None:
     """More than 6 micro-batches per rank, against the simulation of all of them."""
     draw = random.Random(7)
     for _ in range(12):
@@ -376,7 +376,7 @@ def assert_long_steps_are_exact(schedule: Schedule, equal: bool, multiple: bool,
         step_s = simulated_step_s(schedule, passes[0], passes[1], once, microbatches, passes[2])
 
         whole_s = whole_step_s(schedule, passes, once, microbatches)
-        assert step_s == pytest.approx(whole_s, rel=tolerance), (schedule, ranks, virtual, microbatches)
+        assert step_s == pytest.approx(whole_s, rel=1e-9), (schedule, ranks, virtual, microbatches)
 
 
 @pytest.mark.parametrize("multiple", [True, False])
