@@ -139,7 +139,7 @@ def answered(
             return "failed", f"the plan breaks its own limits: {broken[0]}", found
         if not differs(found.plan):
             return "verified", "", found
-        report = verify(found.plan, model, steps=2)
+        report = verify(found.plan, model, steps=2, profile=profile)
     except (ValueError, InfeasibleError) as error:
         if type(error) not in (ValueError, InfeasibleError):  # a subclass is not one of our sentences
             return "traceback", traceback.format_exc(), None

@@ -18,6 +18,7 @@ from ...planner.plan.document import Plan
 from ...profiler.machine.units import first_of
 from ...profiler.model.building import on_meta
 from ...profiler.model.loaded import Batch, LoadedModel, Loss
+from ...profiler.model.model_profile import ModelProfile
 from ...profiler.model.trace import trace
 from ...profiler.semantics.draws import SameDraws
 from ..apply import check_model
@@ -127,23 +128,26 @@ class VerifyReport:
     __repr__ = __str__
 
 
-def verify(plan: Plan, loaded: LoadedModel, steps: int = 3) -> VerifyReport:
+def verify(plan: Plan, loaded: LoadedModel, steps: int = 3, profile: ModelProfile | None = None) -> VerifyReport:
     """Train a small version of the model by a small version of the plan, and beside it in one process.
 
     Compares losses, gradient norms, the first step's gradients, and all parameters after `steps` AdamW steps in fp32.
+    profile: of the model as it is, if there is one; it serves where there is no smaller version.
     Raises ValueError if the plan is for another model, if there is no small version, or it cannot be cut as the plan
     says.
     """
     check_model(on_meta(loaded.build), plan)
     with tempfile.TemporaryDirectory() as folder:
         small, notes = small_model(plan, loaded, Path(folder))
-        try:
-            profile = apart(trace, small)
-        except ValueError:
-            if small.seq_len == loaded.seq_len or small.make_batch is not loaded.make_batch:
-                raise
-            small = small.with_seq_len(loaded.seq_len or 1)  # it takes its own length only
-            profile = apart(trace, small)
+        is_whole = small.make_batch is loaded.make_batch and small.seq_len == loaded.seq_len
+        if profile is None or not is_whole or loaded.small is not None:
+            try:
+                profile = apart(trace, small)
+            except ValueError:
+                if is_whole or small.make_batch is not loaded.make_batch:
+                    raise
+                small = small.with_seq_len(loaded.seq_len or 1)  # it takes its own length only
+                profile = apart(trace, small)
     trial, shrunk = small_plan(plan, profile)
     title = f"{plan.model.name} by {plan.label}, run as {small.name} by {trial.label}"
     notes += shrunk

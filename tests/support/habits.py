@@ -15,6 +15,7 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
+from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
 
 WIDTH = 32
@@ -42,11 +43,15 @@ def habit(
 
 def planned(loaded: LoadedModel, ranks: int = 2, **pins: Any) -> Plan:
     """The plan of a model for CPUs, with these pins."""
-    profile = trace(loaded)
-    training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=profile.seq_len, precision="fp32")
-    return search(profile, cluster_of(load_device("cpu"), ranks), training, pins=Pins(**pins), time_limit_s=10).plan
+    return _planned(trace(loaded), ranks, pins)
 
 
 def run(loaded: LoadedModel, ranks: int = 2, **pins: Any) -> VerifyReport:
     """A plan of the model beside one process."""
-    return verify(planned(loaded, ranks, **pins), loaded, steps=2)
+    profile = trace(loaded)
+    return verify(_planned(profile, ranks, pins), loaded, steps=2, profile=profile)
+
+
+def _planned(profile: ModelProfile, ranks: int, pins: dict[str, Any]) -> Plan:
+    training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=profile.seq_len, precision="fp32")
+    return search(profile, cluster_of(load_device("cpu"), ranks), training, pins=Pins(**pins), time_limit_s=10).plan
