@@ -108,6 +108,19 @@ def held_memory(parameters: list[torch.Tensor], optimizer: torch.optim.Optimizer
     )
 
 
+def ran_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a device's memory, or the host's, did not do; of the host's torch says so in words alone."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def out_of_host_memory_message(plan: Plan, rank: int, error: RuntimeError) -> str:
+    """Which rank asked its host for more than there is, and what to change."""
+    return (
+        f"out of memory {_seat(plan, rank)} in the memory of its host, which is that of all its ranks: {error}. Start "
+        "fewer ranks on a host, or plan again with --pin recompute=full or a smaller --pin micro_batch=..."
+    )
+
+
 def out_of_memory_message(plan: Plan, rank: int, num_elements: int, held: DeviceMemory) -> str:
     """Which item of the predicted memory was exceeded most, and what to change.
 

@@ -46,8 +46,10 @@ from .faults import (
     check_finite,
     check_own_device,
     held_memory,
+    out_of_host_memory_message,
     out_of_memory_message,
     raise_spoiled,
+    ran_out_of_memory,
     tell_batch_norms,
     tell_own_dropout,
     tell_own_generators,
@@ -794,8 +796,10 @@ class Trainer:
         with nullcontext() if self._watch is None else self._watch.step(f"in step {step}", f"{then} step {step}"):
             try:
                 yield
-            except torch.OutOfMemoryError as error:
-                raise torch.OutOfMemoryError(self._out_of_memory()) from error
+            except RuntimeError as error:
+                if not ran_out_of_memory(error):
+                    raise
+                raise torch.OutOfMemoryError(self._out_of_memory(error)) from error
 
     @cached_property
     def _divides(self) -> bool:
@@ -807,7 +811,9 @@ class Trainer:
         for forward in self._applied.compiled:
             forward.on = True
 
-    def _out_of_memory(self) -> str:
+    def _out_of_memory(self, error: RuntimeError) -> str:
+        if self.mesh.device.type != "cuda" or not isinstance(error, torch.OutOfMemoryError):
+            return out_of_host_memory_message(self.plan, self.mesh.rank, error)
         parameters = self._applied.parameters
         elements = sum(p.numel() for p in parameters.values())
         held = held_memory(list(parameters.values()), self.optimizer, self.mesh.device)

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -281,15 +282,35 @@ class TooLarge(TiedNet):
         raise torch.OutOfMemoryError("Tried to allocate 20 GiB")
 
 
+class TooLargeForTheHost(TiedNet):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.empty(2**60, device=tokens.device)
+
+
 def test_a_step_that_runs_out_of_memory_says_so_in_the_plans_words(
     profile: ModelProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def full(model: TooLarge, tokens: torch.Tensor) -> torch.Tensor:
+        trainer.mesh = replace(trainer.mesh, device=torch.device("cuda"))
+        raise torch.OutOfMemoryError("Tried to allocate 20 GiB")
+
+    monkeypatch.setattr(TooLarge, "forward", full)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 19 * GIB)
     trainer = parallelize(TooLarge, predicted(plan_of(profile), GIB), adamw, loss=loss)
 
     with pytest.raises(torch.OutOfMemoryError, match=r"outside of torch exceed what was predicted by 5\d\.\d\d GiB"):
+        trainer.step(next(trainer.loader(samples)))
+
+
+@pytest.mark.parametrize(("model", "words"), [(TooLarge, "20 GiB"), (TooLargeForTheHost, "allocate memory")])
+def test_a_step_for_which_the_hosts_memory_does_not_do_says_on_which_rank(
+    profile: ModelProfile, model: type[TiedNet], words: str
+) -> None:
+    trainer = parallelize(model, predicted(plan_of(profile), GIB), adamw, loss=loss)
+
+    with pytest.raises(torch.OutOfMemoryError, match=f"on rank 0 in the memory of its host.*{words}.*recompute=full"):
         trainer.step(next(trainer.loader(samples)))
 
 
