@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from benchmarks.accuracy.cases import profile_of
 from meshwright.executor.measuring.verify import VerifyReport, verify
 from meshwright.planner.answers.search import search
 from meshwright.planner.plan.document import Plan
@@ -16,7 +17,6 @@ from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
-from meshwright.profiler.model.trace import trace
 
 WIDTH = 32
 GLOBAL_BATCH = 8
@@ -43,12 +43,12 @@ def habit(
 
 def planned(loaded: LoadedModel, ranks: int = 2, **pins: Any) -> Plan:
     """The plan of a model for CPUs, with these pins."""
-    return _planned(trace(loaded), ranks, pins)
+    return _planned(profile_of(loaded), ranks, pins)
 
 
 def run(loaded: LoadedModel, ranks: int = 2, **pins: Any) -> VerifyReport:
     """A plan of the model beside one process."""
-    profile = trace(loaded)
+    profile = profile_of(loaded)
     return verify(_planned(profile, ranks, pins), loaded, steps=2, profile=profile)
 
 
