@@ -1,6 +1,7 @@
 """Parameters without dims are sharded like others, and are without dims wherever anyone looks at them."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from support.tied_net import GLOBAL_BATCH, LENGTH, PLANS, TiedNet, adamw, batch_
 from support.tied_net import Block as PlainBlock
 
 STEPS = 3
+
+Trained = Callable[[str], tuple[dict[str, torch.Tensor], Path]]
 
 
 class Block(PlainBlock):
@@ -141,15 +144,25 @@ def test_a_scale_without_dims_may_be_sharded_and_takes_what_one_element_takes() 
     assert (shard_dim((), 4), padded_elements((), 4), padded_elements((), 1)) == (0, 4, 1)
 
 
-@pytest.mark.parametrize("name", slow.but_first(EVERY, 1))
-def test_every_plan_trains_them_as_one_process_does(name: str, tmp_path: Path) -> None:
-    plan = _plan(name)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """What a plan has trained, and the folder of what it saved; each plan trains once for all tests."""
 
-    state = run_ranks(_train, plan.degrees.num_devices, plan, STEPS, tmp_path)[0]
+    @functools.cache
+    def by_plan(name: str) -> tuple[dict[str, torch.Tensor], Path]:
+        plan, folder = _plan(name), tmp_path_factory.mktemp("trained")
+        return run_ranks(_train, plan.degrees.num_devices, plan, STEPS, folder)[0], folder
+
+    return by_plan
+
+
+@pytest.mark.parametrize("name", slow.but_first(EVERY, 1))
+def test_every_plan_trains_them_as_one_process_does(trained: Trained, name: str) -> None:
+    state, folder = trained(name)
 
     _check(state, STEPS)
-    written = {name: x for path in (tmp_path / "weights").glob("*.safetensors") for name, x in load_file(path).items()}
-    read = dcp.FileSystemReader(complete_checkpoints(tmp_path / "run")[0]).read_metadata().state_dict_metadata
+    written = {name: x for path in (folder / "weights").glob("*.safetensors") for name, x in load_file(path).items()}
+    read = dcp.FileSystemReader(complete_checkpoints(folder / "run")[0]).read_metadata().state_dict_metadata
     for scalar in _scalars():
         assert state[scalar].shape == read[f"model.{scalar}"].size == torch.Size()
         assert scalar.endswith("fixed") or read[f"optimizer.{scalar}.exp_avg"].size == torch.Size()
@@ -191,26 +204,22 @@ def test_shards_and_replicas_go_on_where_the_other_was_saved(before: str, after:
     _check(run_ranks(_train, 2, _plan(after), 2, None, tmp_path / "run")[0], 3)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of runs that were saved after a step, one by each plan."""
-    folders = {name: tmp_path_factory.mktemp("run") for name in EVERY}
-    for name, folder in folders.items():
-        run_ranks(_train, _plan(name).degrees.num_devices, _plan(name), 1, folder)
-    return folders
-
-
-def _resumed(plan: Plan, folders: dict[str, Path]) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: _train(plan, 2, None, folder / "run") for name, folder in folders.items()}
+def _resumed(plan: Plan, folders: list[Path]) -> list[dict[str, torch.Tensor]]:
+    return [_train(plan, 2, None, folder / "run") for folder in folders]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EVERY)
-def test_any_plan_goes_on_with_them_where_any_other_was_saved(saved: dict[str, Path], name: str) -> None:
-    found = run_ranks(_resumed, _plan(name).degrees.num_devices, _plan(name), saved)[0]
+@pytest.mark.parametrize("place", range(len(EVERY)), ids=list(EVERY))
+def test_every_plan_goes_on_with_them_where_others_were_saved(trained: Trained, place: int) -> None:
+    """Each reads what two others have saved, and is read by two; what has dims any plan reads of any other, in
+    test_checkpoint.py."""
+    names = list(EVERY)
+    folders = [trained(names[place - before])[1] for before in (1, 5)]
 
-    for state in found.values():
-        _check(state, 3)
+    found = run_ranks(_resumed, _plan(names[place]).degrees.num_devices, _plan(names[place]), folders)[0]
+
+    for state in found:
+        _check(state, STEPS + 2)
 
 
 def _adafactor(parameters: Any) -> torch.optim.Optimizer:
