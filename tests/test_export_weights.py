@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 from meshwright.executor import Trainer, export_weights, parallelize
 from meshwright.executor.state import weight_files
 from meshwright.executor.state.weight_files import WeightFiles, cast
-from support import slow
 from support.cli import run_plan
 from support.ranks import run_ranks
 from support.tied_net import PLANS, TiedNet, adamw, loss, plan_of, samples, tied_profile
+
+KINDS = ("safetensors", "torch")
 
 
 def trained(name: str) -> Trainer:
@@ -34,31 +35,34 @@ def everything_in(folder: Path, kind: str = "safetensors") -> dict[str, torch.Te
     return found
 
 
-def _written(name: str, folder: Path, kind: str) -> dict[str, torch.Tensor]:
+def _written(name: str, folder: Path) -> dict[str, torch.Tensor]:
     weight_files.WeightFiles.__init__.__defaults__ = ("safetensors", 4000, ())  # type: ignore[attr-defined]
     export_weights.PIECE_BYTES = 200  # a few rows
     trainer = trained(name)
-    trainer.save_pretrained(folder, format=kind)  # type: ignore[arg-type]
+    for kind in KINDS:
+        trainer.save_pretrained(folder / kind, format=kind)  # type: ignore[arg-type]
     trainer.save(folder / "run")
     trainer.close()
     return trainer.full_state_dict()
 
 
-@pytest.mark.parametrize(("name", "kind"), slow.but_first([(n, k) for k in ("safetensors", "torch") for n in PLANS], 0))
-def test_ranks_write_what_the_whole_model_is(name: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
+def test_ranks_write_what_the_whole_model_is(name: str, tmp_path: Path) -> None:
     ranks = plan_of(tied_profile(), **PLANS[name]).degrees.num_devices
 
-    expected = run_ranks(_written, ranks, name, tmp_path, kind)[0]
+    expected = run_ranks(_written, ranks, name, tmp_path)[0]
 
-    found = everything_in(tmp_path, kind)
-    assert found.keys() == expected.keys() - {"head.weight"}
-    assert [key for key, value in found.items() if not torch.equal(value, expected[key])] == []
-    assert len(list(tmp_path.glob("*-of-*"))) > 2
-    assert not list(tmp_path.glob(".partial*"))
-    again = parallelize(TiedNet, plan_of(tied_profile()), adamw, loss=loss, weights=tmp_path / "run").full_state_dict()
-    if kind == "safetensors":
-        again |= parallelize(TiedNet, plan_of(tied_profile()), adamw, loss=loss, weights=tmp_path).full_state_dict()
-    assert [key for key, value in again.items() if not torch.equal(value, expected[key])] == []
+    for kind in KINDS:
+        found = everything_in(tmp_path / kind, kind)
+        assert found.keys() == expected.keys() - {"head.weight"}
+        assert [key for key, value in found.items() if not torch.equal(value, expected[key])] == []
+        assert len(list((tmp_path / kind).glob("*-of-*"))) > 2
+        assert not list((tmp_path / kind).glob(".partial*"))
+    for source in ("run", "safetensors"):
+        model = parallelize(TiedNet, plan_of(tied_profile()), adamw, loss=loss, weights=tmp_path / source)
+        again = model.full_state_dict()
+        assert [key for key, value in again.items() if not torch.equal(value, expected[key])] == []
 
 
 def test_a_checkpoint_is_exported_by_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
