@@ -33,11 +33,11 @@ Flags = NDArray[np.bool_]
 @dataclass(frozen=True)
 class _Ways:
     """[kind] -> [way to recompute] -> seconds that a micro-batch takes longer at least, and bytes that a layer keeps of
-    it. names: of those ways, each with the place of what it keeps."""
+    it. options: those ways, each with the place of what it keeps."""
 
     again_s: list[Floats]
     kept: list[Floats]
-    names: list[tuple[LayerOption, ...]]
+    options: list[tuple[LayerOption, ...]]
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class MemoryBounds:
         fixed = (held.fixed + held.copies)[:, some]
         zero_bubble = family.schedule in ZERO_BUBBLE
         turns = [
-            self._passing(family, leaves, kind, names, kept, some)
-            for kind, (names, kept) in enumerate(zip(ways.names, ways.kept, strict=True))
+            self._passing(family, leaves, kind, options, kept, some)
+            for kind, (options, kept) in enumerate(zip(ways.options, ways.kept, strict=True))
         ]
         alone, paired = (np.array([turn[i].min(axis=0) for turn in turns]) for i in (0, 1))
         each = [
@@ -165,7 +165,7 @@ class MemoryBounds:
         room -= self.model.held_bytes(shape)
         fastest, each = (
             bounds.options(family, leaves, recompute, pins.reshard)[0],
-            zip(ways.names, ways.kept, strict=True),
+            zip(ways.options, ways.kept, strict=True),
         )
         turns = [self._passing(family, leaves, kind, *own, some) for kind, own in enumerate(each)]
         layers = Recomputable(
@@ -220,8 +220,8 @@ class MemoryBounds:
             room = self.bounds.held(family, leaves).room / family.pipeline + held.twice
             room = room[first] - self.model.held_bytes(family.frugal)
             fixed = (held.fixed[kind] + held.copies[kind])[first]
-            names = self.model.ways_with_places(self.bounds.kinds[kind], recompute, pins.offered)
-            passing, _ = self._passing(family, leaves, kind, names, kept, first)
+            options = self.model.ways_with_places(self.bounds.kinds[kind], recompute, pins.offered)
+            passing, _ = self._passing(family, leaves, kind, options, kept, first)
             alone = again_s, kept, passing, np.array(flights), int(self.bounds.counts[kind])
             self._known_slowest[key] = least_slowest_of_whole_s(least_s[0], fixed, room, *alone)[where]
         return self._known_slowest[key]
@@ -257,10 +257,10 @@ class MemoryBounds:
         return least_of_each_one_s(choices, room, again_s, ways.kept, self.bounds.counts)
 
     def _passing(
-        self, family: Family, leaves: Leaves, kind: int, names: tuple[LayerOption, ...], kept: Floats, some: Ints
+        self, family: Family, leaves: Leaves, kind: int, options: tuple[LayerOption, ...], kept: Floats, some: Ints
     ) -> tuple[Floats, Floats]:
         """[way][of these shapes] -> bytes that are there only in the turn of a layer of a kind, as of passing_bytes.
-        names, kept: [way]."""
+        options, kept: [way]."""
         data, held, own = self.bounds.data(family, leaves), self._held(family, leaves), self.bounds.kinds[kind]
         ahead = self.model.fetched_ahead(own, family.frugal)
         gathered = data.elements.gathered
@@ -274,7 +274,7 @@ class MemoryBounds:
             sharded=held.sharded[some],
         )
         resharded = data.resharded[kind][some]
-        return passing_bytes(self.model, own, family.frugal, names, kept, columns, resharded)
+        return passing_bytes(self.model, own, family.frugal, options, kept, columns, resharded)
 
     def _ways(self, family: Family, leaves: Leaves, recompute: Recompute | None, offered: Offered) -> _Ways:
         split = family.tensor, family.sequence, family.cuts, family.context, family.context_kind, family.expert
@@ -308,10 +308,10 @@ class MemoryBounds:
         rest_s: float,
     ) -> tuple[Floats, Floats]:
         """([way] -> seconds longer than without recompute, or than with what is pinned, bytes kept)."""
-        model, names = self.model, self.model.ways_with_places(kind, recompute, offered)
-        kept, again_s = self.bounds.least.of_ways(kind, shape, names)
-        attention = np.array([model.repeats_attention(kind, shape, way.recompute) for way in names])
-        rest = np.array([way.recompute in ("selective", "full") for way in names])  # parts repeat some of it, or none
+        model, options = self.model, self.model.ways_with_places(kind, recompute, offered)
+        kept, again_s = self.bounds.least.of_ways(kind, shape, options)
+        attention = np.array([model.repeats_attention(kind, shape, way.recompute) for way in options])
+        rest = np.array([way.recompute in ("selective", "full") for way in options])  # parts repeat some of it, or none
         again_s = again_s + attention_s * attention + rest_s * rest
         return again_s - again_s[0], kept
 
