@@ -161,6 +161,17 @@ def test_targets_are_for_the_loss() -> None:
     assert split_inputs(_Takes(), ("x", "y"), has_loss=True) == (("x",), {})
 
 
+def test_a_dict_goes_in_whole_where_forward_takes_one_thing_and_names_none_of_its_keys() -> None:
+    class TakesBatch(nn.Module):
+        def forward(self, batch: dict[str, torch.Tensor], scale: float = 1.0) -> torch.Tensor:
+            return batch["x"] * scale
+
+    given = {"x": "x", "y": "y"}
+
+    assert split_inputs(TakesBatch(), given, has_loss=True) == ((given,), {})
+    assert split_inputs(_Takes(), given, has_loss=True) == ((), {"x": "x"})
+
+
 def test_targets_go_in_where_forward_requires_them() -> None:
     assert split_inputs(_Requires(), ("x", "y"), has_loss=True) == (("x", "y"), {})
 

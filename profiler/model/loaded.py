@@ -70,7 +70,7 @@ def split_inputs(module: "nn.Module", batch: Batch, has_loss: bool) -> tuple[tup
     """(args, kwargs) for module's forward out of a micro-batch.
 
     A dict gives the keys that forward names (all of them, if it takes **kwargs and names none, or there is no separate
-    loss). A tuple without a separate loss goes in whole. With one, the tuple is (inputs..., targets): the last element
+    loss), and goes in whole where forward names none and requires one argument: forward(batch). A tuple without a separate loss goes in whole. With one, the tuple is (inputs..., targets): the last element
     is for the loss only, unless forward requires it; what is more than forward accepts is for the loss, too. A tensor
     by itself is the only input, and all that the loss is given.
     """
@@ -81,6 +81,9 @@ def split_inputs(module: "nn.Module", batch: Batch, has_loss: bool) -> tuple[tup
     if isinstance(batch, dict):
         names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         any_key = any(p.kind is p.VAR_KEYWORD for p in parameters) and not (has_loss and names)
+        required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        if len(required) == 1 and not names & batch.keys():
+            return (batch,), {}
         return (), {key: value for key, value in batch.items() if any_key or key in names}
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = sum(p.default is p.empty for p in positional)
