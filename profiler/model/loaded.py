@@ -70,9 +70,10 @@ def split_inputs(module: "nn.Module", batch: Batch, has_loss: bool) -> tuple[tup
     """(args, kwargs) for module's forward out of a micro-batch.
 
     A dict gives the keys that forward names (all of them, if it takes **kwargs and names none, or there is no separate
-    loss), and goes in whole where forward names none and requires one argument: forward(batch). A tuple without a separate loss goes in whole. With one, the tuple is (inputs..., targets): the last element
-    is for the loss only, unless forward requires it; what is more than forward accepts is for the loss, too. A tensor
-    by itself is the only input, and all that the loss is given.
+    loss), and goes in whole where forward names none and requires one argument: forward(batch). A tuple without a
+    separate loss goes in whole. With one, the tuple is (inputs..., targets): the last element is for the loss only,
+    unless forward requires it; what is more than forward accepts is for the loss, too. A tensor by itself is the only
+    input, and all that the loss is given.
     """
     if not isinstance(batch, tuple | list | dict):
         return (batch,), {}
