@@ -35,7 +35,7 @@ def odd(name: str) -> LoadedModel:
         ("exits", "ends the process by sys.exit.0."),
         ("ignores_size", r"batch\(1\) and batch\(2\) .* ignores its size"),
         ("new_layers", "the first forward .* makes parameters, second.weight"),
-        ("batch_squeezed", "takes the samples for a dim of size 1"),
+        ("batch_squeezed", "a dim of size 1 is dropped, .*: name the dim to drop, as in squeeze"),
         ("momentum_copy", "writes into the parameter target.0.weight"),
         ("all_frozen", "nothing to train"),
         ("first_batch_scales", "writes into the parameter 1.scale"),

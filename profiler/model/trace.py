@@ -573,7 +573,8 @@ def _check_sizes(loaded: LoadedModel, chain: LayerChain, sizes: RunSizes) -> Non
         if seen and tensor is not None and len(other.shape) != len(tensor.shape):
             raise ValueError(
                 f"{producer.name} of {loaded.source} makes {list(tensor.shape)} of one sample, but {list(other.shape)} "
-                "of two, so it takes the samples for a dim of size 1: name the dim, as in squeeze(-1)"
+                "of two, so a dim of size 1 is dropped, which that of one sample is, too: name the dim to drop, as in "
+                "squeeze(-1), and reshape by what keeps dims of size 1 (einx drops them)"
             )
 
 
