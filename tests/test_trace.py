@@ -630,6 +630,36 @@ def test_blocks_of_stages_that_are_containers_themselves_are_layers() -> None:
     assert [layer.name for layer in profile.layers] == [*blocks, "head"]
 
 
+class _InTurn(nn.Module):
+    """A stage that has nothing but its blocks, as RegNet's have."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        for i, block in enumerate(blocks):
+            self.add_module(f"b{i + 1}", block)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.children():
+            x = block(x)
+        return x
+
+
+class _TwoStages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 16)
+        self.s1, self.s2 = (_InTurn(*(_Residual(16) for _ in range(num_blocks))) for num_blocks in (2, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.s2(self.s1(self.stem(x)))
+
+
+def test_blocks_of_stages_that_have_nothing_else_are_layers() -> None:
+    profile = _of_module(_TwoStages(), 16)
+
+    assert [layer.name for layer in profile.layers] == ["stem", "s1.b1", "s1.b2", "s2.b1", "s2.b2", "s2.b3"]
+
+
 def test_experts_side_by_side_stay_in_their_layer() -> None:
     profile = _of_module(_Levels(nn.Linear(16, 16), _Mixture(16), _Mixture(16)), 16)
 

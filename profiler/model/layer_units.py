@@ -101,8 +101,16 @@ def _holds_alike(module: nn.Module) -> bool:
 
 def _is_container(module: nn.Module, fewest: int = 2) -> bool:
     """fewest: elements with parameters; a model whose one block runs many times (ALBERT) holds one."""
-    container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) or _is_stage(module)
     return container and len(_with_parameters(module)) >= fewest
+
+
+def _is_stage(module: nn.Module) -> bool:
+    """Whether a module has nothing but blocks of one type, which hold no containers, as RegNet's stages have."""
+    blocks = list(module.children())
+    alike = len({type(block) for block in blocks}) == 1 and all(len(_with_parameters(block)) > 1 for block in blocks)
+    lists = nn.ModuleList | nn.ModuleDict | nn.Sequential
+    return alike and len(blocks) > 1 and not any(isinstance(part, lists) for part in module.modules())
 
 
 def _holds_blocks(module: nn.Module) -> bool:
