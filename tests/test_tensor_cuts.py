@@ -442,7 +442,7 @@ def test_a_batch_norm_between_is_named_before_a_cut_is_tried(monkeypatch: pytest
     model = nn.Sequential(_BatchNormed(), _BatchNormed())
     profile = trace(load_model(model, batch=lambda size: torch.ones(size, 4, 8), loss=lambda y, batch: y.mean()))
 
-    why = "because between.1 between its columns and it keeps statistics of every feature"
+    why = "because between.1, which lies between its columns and it, keeps statistics of every feature"
     assert f"0.down: not cut by tensor parallelism, {why}" in profile.notes, profile.notes
     assert set(tried) == {"head"}
 

@@ -296,7 +296,7 @@ class _Probe:
             if len(found) > 1:
                 parts[column] = found
         if norm := batch_norm(flow, self.modules, between):
-            return f"because {norm} between its columns and it keeps statistics of every feature"
+            return f"because {norm}, which lies between its columns and it, keeps statistics of every feature"
         kind, units = kind_and_units(flow, rows[0], columns, parts, between)
         sharded: dict[str, int] = {}
         for column in columns:
