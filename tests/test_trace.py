@@ -648,7 +648,9 @@ class _TwoStages(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(16, 16)
-        self.s1, self.s2 = (_InTurn(*(_Residual(16) for _ in range(num_blocks))) for num_blocks in (2, 3))
+        self.s1, self.s2 = (
+            _InTurn(*(_InTurn(_Residual(16), _Residual(16)) for _ in range(num_blocks))) for num_blocks in (2, 3)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.s2(self.s1(self.stem(x)))

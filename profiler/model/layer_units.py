@@ -106,9 +106,11 @@ def _is_container(module: nn.Module, fewest: int = 2) -> bool:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Whether a module has nothing but blocks of one type, which hold no containers, as RegNet's stages have."""
+    """Whether a module has nothing but blocks of one type, as RegNet's stages have. Blocks hold no containers, and more
+    than leaves: Inception's branches, of a convolution and its norm each, are none."""
     blocks = list(module.children())
-    alike = len({type(block) for block in blocks}) == 1 and all(len(_with_parameters(block)) > 1 for block in blocks)
+    deep = (any(_with_parameters(part) for _, part in _with_parameters(block)) for block in blocks)
+    alike = len({type(block) for block in blocks}) == 1 and all(deep)
     lists = nn.ModuleList | nn.ModuleDict | nn.Sequential
     return alike and len(blocks) > 1 and not any(isinstance(part, lists) for part in module.modules())
 
