@@ -560,15 +560,14 @@ def load(
     """
     document, told = inputs.read_plan(Path(path), to_run=to_run), waiting or terminal.Waiting(quiet=True)
     seq_len = document.training.seq_len
-    is_object = not (model is None or isinstance(model, str | Path))
-    if not is_object and any(each is not None for each in (batch, loss, lora)):
+    given = None if isinstance(model, str | Path) else model
+    if given is None and any(each is not None for each in (batch, loss, lora)):
         raise ValueError("batch=, loss= and lora= go with a module, or what builds one, that is given as model=")
 
     def of_model() -> ModelProfile:
-        if not is_object:
+        if given is None:
             return inputs.profile_of(document, Path(path), None if model is None else str(model), told, not cache)
-        assert model is not None
-        request = Request(model, JobOptions(seq_len=seq_len), use_cache=cache, batch=batch, loss=loss, lora=lora)
+        request = Request(given, JobOptions(seq_len=seq_len), use_cache=cache, batch=batch, loss=loss, lora=lora)
         found, _ = profiled(request, told)
         inputs.check_same_model(document, Path(path), found, f"model={found.name}")
         return found
@@ -576,10 +575,10 @@ def load(
     def itself() -> "LoadedModel":
         from ..profiler.model.load import load_model
 
-        if isinstance(model, ModelProfile):
+        if isinstance(given, ModelProfile):
             raise ValueError("verify runs the model, and model= is only its profile: give the model itself")
-        if is_object:
-            return load_model(model, seq_len, batch, loss, lora)
+        if given is not None:
+            return load_model(given, seq_len, batch, loss, lora)
         source = inputs.model_of(document, str(model))
         if json_kind(inputs.check_source(source, "--model says where the model is")) == "meshwright-profile":
             raise ValueError(f"plan verify runs the model, and {source} is only its profile: give the model itself")

@@ -82,8 +82,8 @@ def split_inputs(module: "nn.Module", batch: Batch, has_loss: bool) -> tuple[tup
     if isinstance(batch, dict):
         names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         any_key = any(p.kind is p.VAR_KEYWORD for p in parameters) and not (has_loss and names)
-        required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-        if len(required) == 1 and not names & batch.keys():
+        without_default = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        if len(without_default) == 1 and not names & batch.keys():
             return (batch,), {}
         return (), {key: value for key, value in batch.items() if any_key or key in names}
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
