@@ -23,7 +23,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -175,9 +175,11 @@ def _import_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} cannot be imported as a Python file")
     module = importlib.util.module_from_spec(spec)
-    first, last = [str(folder), str(root)], [each for each in map(str, {folder, root}) if each not in sys.path]
+    first = [str(folder), str(root)]
+    _BESIDE.folders += [each for each in dict.fromkeys(first) if each not in _BESIDE.folders]
+    if _BESIDE not in sys.meta_path:
+        sys.meta_path.append(_BESIDE)
     sys.path[:0] = first
-    sys.path += last
     try:
         if package:
             called(functools.partial(importlib.import_module, package), f"the package {package} of {path}")
@@ -190,6 +192,20 @@ def _import_file(path: Path) -> ModuleType:
         for each in first:
             sys.path.remove(each)
     return module
+
+
+class _Beside:
+    """Finds modules that lie beside model files when a function of these imports them, where nothing else does."""
+
+    def __init__(self) -> None:
+        self.folders: list[str] = []
+
+    def find_spec(self, name: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
+        """That of a module without a package; sys.path, of which a kept profile knows, stays as it is."""
+        return PathFinder.find_spec(name, self.folders) if path is None else None
+
+
+_BESIDE = _Beside()
 
 
 _RELATIVE = re.compile(rb"^\s*from\s+(\.+)[\w\s.]*import\b", re.MULTILINE)
