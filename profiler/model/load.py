@@ -176,9 +176,9 @@ def _import_file(path: Path) -> ModuleType:
         raise ValueError(f"{path} cannot be imported as a Python file")
     module = importlib.util.module_from_spec(spec)
     first = [str(folder), str(root)]
-    _BESIDE.folders += [each for each in dict.fromkeys(first) if each not in _BESIDE.folders]
-    if _BESIDE not in sys.meta_path:
-        sys.meta_path.append(_BESIDE)
+    _NEIGHBOURS.folders += [each for each in dict.fromkeys(first) if each not in _NEIGHBOURS.folders]
+    if _NEIGHBOURS not in sys.meta_path:
+        sys.meta_path.append(_NEIGHBOURS)
     sys.path[:0] = first
     try:
         if package:
@@ -194,7 +194,7 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-class _Beside:
+class _NeighbourFinder:
     """Finds modules that lie beside model files when a function of these imports them, where nothing else does."""
 
     def __init__(self) -> None:
@@ -205,7 +205,7 @@ class _Beside:
         return PathFinder.find_spec(name, self.folders) if path is None else None
 
 
-_BESIDE = _Beside()
+_NEIGHBOURS = _NeighbourFinder()
 
 
 _RELATIVE = re.compile(rb"^\s*from\s+(\.+)[\w\s.]*import\b", re.MULTILINE)
