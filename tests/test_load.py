@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.profiler.model.batches import counts_rows
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import split_inputs
 from meshwright.profiler.model.trace import trace
@@ -241,6 +242,19 @@ def test_bad_files_are_told_in_a_sentence(tmp_path: Path, text: str, words: list
 def test_a_loss_that_trains_nothing_is_told_why(tmp_path: Path, loss: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         trace(load_model(_file(tmp_path, f"{GOOD}\n\n{loss}\n")))
+
+
+def test_a_loss_of_some_numbers_of_samples_is_told_without_how_a_loss_is_written(tmp_path: Path) -> None:
+    text = GOOD.replace("    return (output", "    assert len(output) % 3 == 0, 'threes'\n    return (output")
+
+    with pytest.raises(ValueError, match=r"runs with 3, 6 samples .*\(AssertionError: threes \(.*:\d+\)\): if samples"):
+        trace(load_model(_file(tmp_path, text)))
+
+
+def test_tensors_with_other_dims_for_one_sample_count_no_rows() -> None:
+    one, two = torch.zeros(4, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64)
+
+    assert not counts_rows(load_model(nn.Linear(4, 2), batch=lambda size: (two,)), (one,), (two,))
 
 
 def test_a_model_may_be_a_module_that_the_file_has_made(tmp_path: Path) -> None:

@@ -52,7 +52,9 @@ def counts_rows(loaded: LoadedModel, one: Batch, two: Batch) -> bool:
     """Whether some numbers of a batch count rows of all its samples, of which one and two are given here: such a batch
     is not that of one sample several times."""
     few, more = named_tensors(one), named_tensors(two)
-    shapes = [(name, zip(few[name].shape, more[name].shape, strict=True)) for name in few]
+    shapes = [
+        (name, zip(x.shape, more[name].shape, strict=True)) for name, x in few.items() if x.dim() == more[name].dim()
+    ]
     rows = {(name, dim) for name, dims in shapes for dim, (a, b) in enumerate(dims) if a != b}
     integers = {name for name, _ in rows if few[name].dtype in (torch.int64, torch.int32)}
     may = _counting([more], integers, rows)

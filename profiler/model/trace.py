@@ -19,6 +19,7 @@ from ..document import in_a_sentence
 from ..garbage import without_garbage_collection
 from ..machine.units import first_of
 from ..running.fake import (
+    IN_LOSS,
     DecidesByDrawsError,
     DecidesByValuesError,
     FakeModel,
@@ -163,9 +164,10 @@ def _check_groups(loaded: LoadedModel, error: str) -> None:
     if runs and set(runs) != set(_SIZES):
         prefix, suffix = f"{loaded.source} does not run with its own micro-batch: ", f". {loaded.if_not_run}"
         numbers = ", ".join(map(str, runs))
+        told = error.removeprefix(prefix).removesuffix(suffix).removesuffix(f". {IN_LOSS}")
         raise ValueError(
             f"{loaded.source} runs with {numbers} samples and not with other numbers up to {_SIZES[-1]} "
-            f"({error.removeprefix(prefix).removesuffix(suffix)}): if samples come in groups (pairs, answers to one "
+            f"({told}): if samples come in groups (pairs, answers to one "
             "prompt), let a sample be a group, batch(size) give tensors of [size, samples of a group, ...] and the "
             "model flatten them, so that no micro-batch parts one"
         )

@@ -51,7 +51,7 @@ BeforeLoss = Callable[[list[torch.Tensor]], None]
 """Is told of the tensors that the module has returned."""
 
 
-_IN_LOSS = (
+IN_LOSS = (
     "That is inside loss(output, batch), which is given what forward returns and all of what batch(size) gives: for "
     "example, def loss(output, batch): return torch.nn.functional.cross_entropy(output, batch[1])"
 )
@@ -225,7 +225,7 @@ class FakeModel:
             try:
                 output = self.loaded.loss(output, batch)
             except Exception as error:
-                error.add_note(_IN_LOSS)
+                error.add_note(IN_LOSS)
                 raise
             if not isinstance(output, torch.Tensor):
                 raise ValueError(
@@ -287,10 +287,10 @@ class FakeModel:
                 ) from error
             if asks_for_gpu(error):
                 raise ValueError(failure_of(self.loaded.source, error)) from error
-            in_loss = _IN_LOSS in getattr(error, "__notes__", ())
+            in_loss = IN_LOSS in getattr(error, "__notes__", ())
             raise ValueError(
                 f"{self.loaded.source} does not run with its own micro-batch: {kind_of(error)} "
-                f"({place_of(error)}). {_IN_LOSS if in_loss else self.loaded.if_not_run}"
+                f"({place_of(error)}). {IN_LOSS if in_loss else self.loaded.if_not_run}"
             ) from error
 
     @contextmanager
