@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from ..planner.cost.sharding import shard_dim
 from ..planner.plan.document import LayerPlan, Plan
 from ..profiler.model.building import in_training, is_lazy, on_meta, with_dense_gradients, without_compiler
+from ..profiler.model.failures import a_type
 from ..profiler.model.loaded import without_cache
 from ..profiler.running.held_tensors import whole_because
 from ..profiler.semantics.token_marks import unseen
@@ -121,7 +122,7 @@ def plain(model_fn: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """
     if isinstance(model_fn, nn.Module):
         raise ValueError(
-            f"parallelize was given a {type(model_fn).__name__} that is built already: give the function that builds "
+            f"parallelize was given {a_type(model_fn)} that is built already: give the function that builds "
             "it, parallelize(MyModel, ...) or parallelize(lambda: MyModel(config), ...), and its numbers as weights=..."
         )
     last: list[weakref.ref[nn.Module]] = []
@@ -129,7 +130,7 @@ def plain(model_fn: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         made = model_fn()
         if not isinstance(made, nn.Module):
-            raise ValueError(f"the function that builds the model returned a {type(made).__name__}, not an nn.Module")
+            raise ValueError(f"the function that builds the model returned {a_type(made)}, not an nn.Module")
         if last and last[0]() is made:
             raise ValueError(
                 f"the function that builds the model returned the same {type(made).__name__} twice: let it build the "

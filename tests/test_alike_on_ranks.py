@@ -299,7 +299,7 @@ def test_replicas_follow_what_is_frozen_between_steps() -> None:
         ({"optimizer": None}, "optimizer=None: give the function that makes it"),
         ({"model": TiedNet()}, "is built already"),
         ({"model": lambda: ONE}, "returned the same TiedNet twice"),
-        ({"model": lambda: None}, "returned a NoneType"),
+        ({"model": lambda: None}, "returned None"),
         ({"max_grad_norm": 0.0}, "above 0"),
         ({"seed": None}, "whole number"),
     ],

@@ -193,6 +193,13 @@ def test_a_dict_gives_all_to_a_forward_that_names_nothing() -> None:
     assert split_inputs(TakesAny(), {"x": 1, "y": 2}, has_loss=True) == ((), {"x": 1, "y": 2})
 
 
+def test_a_batch_function_may_be_one_of_torchs_own() -> None:
+    batch = load_model(nn.Linear(1, 1), batch=torch.randn, loss=lambda output, batch: output.mean()).batch(3)
+
+    assert isinstance(batch, torch.Tensor)
+    assert batch.shape == (3,)
+
+
 def test_more_than_forward_takes_is_refused() -> None:
     with pytest.raises(ValueError, match=r"3 elements, but forward of _Takes takes 2"):
         split_inputs(_Takes(), (1, 2, 3), has_loss=False)
@@ -205,10 +212,11 @@ def test_more_than_forward_takes_is_refused() -> None:
         ("", ["has no function model", "def batch(size)"]),
         (GOOD.replace("def batch", "def batches"), ["has no function batch", "it has batches"]),
         (GOOD.replace("nn.Linear(4, 2)", "nn.Linear(4)"), ["model()", "TypeError", "model.py:6"]),
-        (GOOD.replace("nn.Linear(4, 2)", "7"), ["returned a int", "torch.nn.Module"]),
+        (GOOD.replace("nn.Linear(4, 2)", "7"), ["returned an int", "torch.nn.Module"]),
+        (GOOD.replace("return nn.Linear(4, 2)", "nn.Linear(4, 2)"), ["model() of", "returned None; it must return"]),
         (
             GOOD.replace("return torch.randn(size, 4), torch.randn(size, 2)", "return 5"),
-            ["batch(1)", "tuple or a dict"],
+            ["batch(1)", "an int", "tuple or a dict"],
         ),
         (GOOD + "\nopen('data/tokens.bin')\n", ["data/tokens.bin", "torch.randn"]),
         (GOOD + "\nimport no_such_package\n", ["no_such_package", "not installed"]),

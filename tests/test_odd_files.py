@@ -55,6 +55,19 @@ def test_what_no_plan_runs_is_refused_when_it_is_profiled(name: str, words: str)
         trace(odd(name))
 
 
+def test_a_model_without_a_forward_is_told_to_have_one() -> None:
+    class Trained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def training_step(self, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            return self.inner(batch[0]).mean()  # type: ignore[no-any-return]
+
+    with pytest.raises(ValueError, match=r"has no forward: .*training_step .* are not called"):
+        trace(habit(Trained))
+
+
 def _misspelt(x: torch.Tensor) -> torch.Tensor:
     return misspelt(x)  # type: ignore[name-defined, no-any-return]  # noqa: F821
 

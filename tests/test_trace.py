@@ -390,9 +390,15 @@ class _Casts(nn.Linear):
         return functional.linear(x.float(), self.to(torch.float32).weight)
 
 
+class _DropsOne(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.squeeze()[:, None]).flatten(1)
+
+
 @pytest.mark.parametrize(
     ("module", "told"),
     [
+        (_DropsOne, r"with several samples and not with one alone \(RuntimeError.*squeeze\(-1\)"),
         (_Raises, r"micro-batch: ValueError: states cannot be None \(.*test_trace\.py:\d+\)"),
         (_Casts, r"casts or moves the weights of a module in its forward \(.*test_trace\.py:\d+\)"),
     ],

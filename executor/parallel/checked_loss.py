@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from ...profiler.model.failures import a_type
 from ...profiler.running.forward_state import undone
 
 _log = logging.getLogger("meshwright")
@@ -68,9 +69,9 @@ class CheckedLoss:
 def checked(loss: Any) -> torch.Tensor:
     """The loss, if it is one number with a gradient (where gradients are wanted). Raises ValueError."""
     if not isinstance(loss, torch.Tensor):
-        first = f", the first a {type(loss[0]).__name__}" if isinstance(loss, tuple | list) and loss else ""
+        first = f", the first {a_type(loss[0])}" if isinstance(loss, tuple | list) and loss else ""
         raise ValueError(
-            f"loss=... returned a {type(loss).__name__}{first}: return the mean loss of the micro-batch as a tensor of "
+            f"loss=... returned {a_type(loss)}{first}: return the mean loss of the micro-batch as a tensor of "
             "one number (log others in evaluate(metrics=...), or in a list of your own)"
         )
     if loss.numel() != 1:

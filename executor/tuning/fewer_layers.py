@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from ...profiler.model.failures import a_type
 from ...profiler.model.loaded import LoadedModel
 
 
@@ -29,7 +30,7 @@ def _shorten(module: nn.Module, name: str, blocks: Collection[str]) -> None:
     """Take blocks out of the list of that name."""
     found = module.get_submodule(name) if name else module
     if not isinstance(found, nn.ModuleList | nn.Sequential):
-        raise ValueError(f"{sorted(blocks)[0]} is in a {type(found).__name__}, of which nothing can be left out")
+        raise ValueError(f"{sorted(blocks)[0]} is in {a_type(found)}, of which nothing can be left out")
     left = [child for key, child in found.named_children() if f"{name}.{key}".removeprefix(".") not in blocks]
     found._modules.clear()
     for number, child in enumerate(left):

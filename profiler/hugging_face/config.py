@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ..document import parsed
 from ..garbage import without_garbage_collection
 from ..model.building import on_meta
-from ..model.loaded import LoadedModel, called, checked, takes_seq_len
+from ..model.failures import called
+from ..model.loaded import LoadedModel, checked, takes_seq_len
 from ..model.source import PADDED
 from .batches import LABELS, auto_classes, batches_of, parts_of, text_of
 

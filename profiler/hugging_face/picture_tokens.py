@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..model.loaded import Build, called
+from ..model.failures import called
+from ..model.loaded import Build
 
 if TYPE_CHECKING:
     import torch

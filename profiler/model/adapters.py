@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from .failures import called
 from .frozen import pack
-from .loaded import LoadedModel, called
+from .loaded import LoadedModel
 from .model_profile import KeptAs
 from .source import LORA
 

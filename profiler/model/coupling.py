@@ -21,7 +21,8 @@ from ..semantics.draws import SameDraws, dice, dice_apart, put_dice_back
 from ..threads import one_thread
 from .batches import named_tensors
 from .building import in_training
-from .loaded import Batch, LoadedModel, called, split_inputs
+from .failures import called
+from .loaded import Batch, LoadedModel, split_inputs
 from .model_profile import ModelProfile
 from .run_sizes import RunSizes
 

@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..document import check_ends
 from .adapters import adapted, read_adapters, with_lora
-from .loaded import Build, LoadedModel, Loss, MakeBatch, called, checked
+from .failures import a_type, called
+from .loaded import Build, LoadedModel, Loss, MakeBatch, checked
 from .source import LORA, PADDED, file_of, is_hub_name, not_in_cache
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
 
 def _must_be_callable(found: Any, path: Path, name: str) -> Callable[..., Any]:
     if not callable(found):
-        raise ValueError(f"{name} in {path} is a {type(found).__name__}; it must be a function, {_EXAMPLE}")
+        raise ValueError(f"{name} in {path} is {a_type(found)}; it must be a function, {_EXAMPLE}")
     function: Callable[..., Any] = found
     return function
 
@@ -246,8 +247,7 @@ def _from_object(source: Any, batch: MakeBatch | None, loss: Loss | None) -> Loa
 
     if not isinstance(source, nn.Module) and not callable(source):
         raise ValueError(
-            f"cannot load a model from a {type(source).__name__}; give a path, a torch.nn.Module or a function "
-            "that returns one"
+            f"cannot load a model from {a_type(source)}; give a path, a torch.nn.Module or a function that returns one"
         )
     name = type(source).__name__ if isinstance(source, nn.Module) else getattr(source, "__name__", "model")
     if batch is None:
@@ -256,5 +256,5 @@ def _from_object(source: Any, batch: MakeBatch | None, loss: Loss | None) -> Loa
             "batch=lambda size: (torch.randn(size, 512), torch.randint(10, (size,)))"
         )
     if not callable(batch):
-        raise ValueError(f"batch= is a {type(batch).__name__}; it must be a function of the number of samples")
+        raise ValueError(f"batch= is {a_type(batch)}; it must be a function of the number of samples")
     return checked(source, batch, name=name, source=name, loss=loss, built_by=f"{name}()")

@@ -1,14 +1,13 @@
-"""A model that can be built anywhere, with its micro-batches and loss; and how a user's functions are called."""
+"""A model that can be built anywhere, with its micro-batches and loss."""
 
 import copy
 import functools
 import inspect
-import sysconfig
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union
+
+from .failures import a_type, called
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +100,7 @@ def split_inputs(module: "nn.Module", batch: Batch, has_loss: bool) -> tuple[tup
 
 def _check_arguments(make_batch: MakeBatch, takes_length: bool, source: str) -> None:
     """Raises ValueError for a batch function that is not to be called with a number of samples."""
-    signature = inspect.signature(make_batch)
+    signature = _signature(make_batch)
     try:
         signature.bind(2, **({"seq_len": 1} if takes_length else {}))
     except TypeError as error:
@@ -175,7 +174,7 @@ def _guarded_build(
         module = copy_of(kept[0]) if kept else called(build, built_by)
         if not isinstance(module, nn.Module):
             raise ValueError(
-                f"{built_by} returned a {type(module).__name__}; it must return a torch.nn.Module, "
+                f"{built_by} returned {a_type(module)}; it must return a torch.nn.Module, "
                 "for example `return MyModel()`"
             )
         _check_bare(module, built_by)
@@ -250,7 +249,7 @@ def _bound_batch(make_batch: MakeBatch, seq_len: int | None, source: str) -> Cal
         if isinstance(made, tuple | dict | torch.Tensor):
             return made
         raise ValueError(
-            f"batch({size}) of {source} returned a {type(made).__name__}; it must return a tuple or a dict of tensors, "
+            f"batch({size}) of {source} returned {a_type(made)}; it must return a tuple or a dict of tensors, "
             "for example `return torch.randn(size, 512), torch.randint(10, (size,))`"
         )
 
@@ -298,103 +297,15 @@ def _holds_tensors(leaf: Any) -> bool:
 
 def takes_seq_len(make_batch: MakeBatch) -> bool:
     """Whether a batch function is given the sequence length."""
-    return "seq_len" in inspect.signature(make_batch).parameters
+    return "seq_len" in _signature(make_batch).parameters
 
 
-def called(function: Callable[[], Any], what: str) -> Any:
-    """Result of the user's code, whose failures are reported with their place in a sentence."""
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Its parameters; of torch.randn and others that Python knows none of: *args."""
     try:
-        return function()
-    except (Exception, SystemExit) as error:
-        raise ValueError(failure_of(what, error)) from error
-
-
-def failure_of(what: str, error: BaseException) -> str:
-    """The sentence on an error of the user's code, which is named as its subject."""
-    if isinstance(error, FileNotFoundError):
-        return (
-            f"{what} needs the file {error.filename}, which is not there ({place_of(error)}). A plan needs shapes, not "
-            "data: make the tensors with torch.randn or torch.randint, and open files only when training"
-        )
-    if isinstance(error, ModuleNotFoundError):
-        return (
-            f"{what} imports what is not installed: {error} ({place_of(error)}); modules of your own are found beside "
-            "the model file, in its package, and in folders that PYTHONPATH names"
-        )
-    if isinstance(error, ImportError):
-        return f"{what} imports what is not there: {error} ({place_of(error)})"
-    if isinstance(error, SyntaxError):
-        return f"{what} is not valid Python: {error.msg} ({error.filename}:{error.lineno})"
-    if isinstance(error, SystemExit):
-        return (
-            f"{what} ends the process by sys.exit({error.code!r}) ({place_of(error)}); put what runs a program or "
-            'reads a command line below `if __name__ == "__main__":`'
-        )
-    if isinstance(error, ValueError) and is_ours(error):
-        return f"{what}: {error}"
-    if asks_for_gpu(error):
-        return (
-            f"{what} moves tensors to a GPU itself ({place_of(error)}), which is for the trainer to do: leave out "
-            ".cuda() and .to('cuda'), and make new tensors where those that are there lie"
-        )
-    if isinstance(error, OSError) and "huggingface.co" in str(error):
-        return (
-            f"{what} asks for files of the Hugging Face hub that are not in its cache here ({place_of(error)}), and a "
-            "plan needs no weights: make the model of its configuration (AutoModelForCausalLM.from_config), and give "
-            "weights= to mw.parallelize"
-        )
-    return f"{what} raised {kind_of(error)} ({place_of(error)})"
-
-
-def asks_for_gpu(error: BaseException) -> bool:
-    """Whether a GPU was asked for where none is; what no device can do names all devices."""
-    return "cuda" in str(error).lower() and not isinstance(error, NotImplementedError)
-
-
-def kind_of(error: BaseException) -> str:
-    """The error's type, and what it says, if it says anything."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def is_ours(error: BaseException) -> bool:
-    """Whether it was raised in a file of the profiler, in whose words it is then, and not in a model's or torch's."""
-    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
-    return Path(innermost.f_code.co_filename).is_relative_to(_PROFILER)
-
-
-_PROFILER = Path(__file__).parents[1]
-
-
-def place_of(error: BaseException) -> str:
-    """file:line of the innermost frame that is neither a library's nor ours; of a model that is a library's, of the
-    innermost that is neither torch's nor Python's; of torch's own modules, of these. A library's file is named from its
-    package on, what is typed into Python "<stdin>". Of a call that reached no line of the model: the call itself."""
-    frames = [
-        (file, _in_library(file), line)
-        for file, line in ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
-        if not Path(file).is_relative_to(_PROFILER) and (file in _TYPED or not file.startswith("<"))
-    ]
-    own = [frame for frame in frames if not frame[1]]
-    models = [frame for frame in frames if not frame[1].startswith(("torch/", "python/"))]
-    public = [frame for frame in frames if not frame[1].startswith(("torch/_", "torch/utils/"))]
-    if not frames:
-        return "in the call itself"
-    file, inside, line = (own or models or public or frames)[-1]
-    return f"{inside or file}:{line}"
-
-
-_TYPED = ("<stdin>", "<string>")
-"""What Python calls code that is typed in, or given by -c."""
-
-
-def _in_library(file: str) -> str:
-    """The path of a library's file as it is on every machine, such as torch/nn/functional.py; '' of others."""
-    for folder in ("site-packages", "dist-packages"):
-        _, found, inside = file.rpartition(f"/{folder}/")
-        if found:
-            return inside
-    standard = Path(sysconfig.get_path("stdlib"))
-    return f"python/{Path(file).relative_to(standard)}" if Path(file).is_relative_to(standard) else ""
+        return inspect.signature(function)
+    except ValueError:
+        return inspect.signature(lambda *args: None)
 
 
 def copy_of(module: "nn.Module") -> "nn.Module":

@@ -19,7 +19,6 @@ from ..document import in_a_sentence
 from ..garbage import without_garbage_collection
 from ..machine.units import first_of
 from ..running.fake import (
-    IN_LOSS,
     DecidesByDrawsError,
     DecidesByValuesError,
     FakeModel,
@@ -42,6 +41,7 @@ from .class_costs import Costed, layer_class_of
 from .coupling import Coupling, samples_of
 from .crossing_tensors import batch_tensors, crossing_tensors
 from .expert_trial import with_problems
+from .failures import ForwardError
 from .lengths import at_seq_len
 from .loaded import Choices, LoadedModel
 from .mixed_precision import mixed_precision_problem
@@ -136,13 +136,13 @@ def _on_fake_tensors(
     except NoLossError as error:  # in no precision, and with no number of samples
         raise ValueError(str(error)) from None
     except ValueError as error:
-        why = str(error).removesuffix(f" {loaded.if_not_run}")  # in float32 it may run as it is
+        why = error.why if isinstance(error, ForwardError) else str(error)
         note = f"profiled in float32, because it does not run in bfloat16: {why}"
-        try:
+        try:  # in float32 it may run as it is
             fake = fake_model(loaded, torch.float32, knows_layout)
             return _profile(fake, (*notes, note), lengths, progress, most, cuts, other_lengths)
         except ValueError:
-            _check_groups(loaded, str(error))
+            _check_groups(loaded, why)
             raise error from None
 
 
@@ -150,9 +150,9 @@ _SIZES = (1, 2, 3, 4, 6, 8)
 """Samples with which a model is tried that does not run with as many as it is given."""
 
 
-def _check_groups(loaded: LoadedModel, error: str) -> None:
-    """Raises ValueError in other words than the error if a model runs with some numbers of samples and not with
-    others."""
+def _check_groups(loaded: LoadedModel, why: str) -> None:
+    """Raises ValueError in other words if a model runs with some numbers of samples and not with others, where this is
+    raised."""
     fake = fake_model(loaded, torch.float32)
     runs = []
     for size in _SIZES:
@@ -161,16 +161,18 @@ def _check_groups(loaded: LoadedModel, error: str) -> None:
             with fake.running():
                 fake.loss(batch)
             runs.append(size)
-    if runs and set(runs) != set(_SIZES):
-        prefix, suffix = f"{loaded.source} does not run with its own micro-batch: ", f". {loaded.if_not_run}"
-        numbers = ", ".join(map(str, runs))
-        told = error.removeprefix(prefix).removesuffix(suffix).removesuffix(f". {IN_LOSS}")
+    if not runs or runs == [*_SIZES]:
+        return
+    if runs == [*_SIZES[1:]]:
         raise ValueError(
-            f"{loaded.source} runs with {numbers} samples and not with other numbers up to {_SIZES[-1]} "
-            f"({told}): if samples come in groups (pairs, answers to one "
-            "prompt), let a sample be a group, batch(size) give tensors of [size, samples of a group, ...] and the "
-            "model flatten them, so that no micro-batch parts one"
+            f"{loaded.source} runs with several samples and not with one alone ({why}), which a rank may be given: "
+            "where a dim of size 1 is dropped, name it, as in squeeze(-1); a batch of one has its dim of samples, too"
         )
+    raise ValueError(
+        f"{loaded.source} runs with {', '.join(map(str, runs))} samples and not with other numbers up to {_SIZES[-1]} "
+        f"({why}): if samples come in groups (pairs, answers to one prompt), let a sample be a group, batch(size) give "
+        "tensors of [size, samples of a group, ...] and the model flatten them, so that no micro-batch parts one"
+    )
 
 
 def _of_few_tokens(

@@ -3,7 +3,6 @@
 A model that decides by the values of its tensors needs real ones: `real_model` is the same thing with numbers.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,8 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ..model.batches import counts_rows, named_tensors
 from ..model.building import in_training, on_meta
+from ..model.failures import IN_LOSS, a_type, failed_run, is_ours, place_of
 from ..model.frozen import kept_as
-from ..model.loaded import Batch, LoadedModel, asks_for_gpu, failure_of, is_ours, kind_of, place_of, split_inputs
+from ..model.loaded import Batch, LoadedModel, split_inputs
 from ..model.model_profile import BufferProfile, KeptAs
 from ..semantics.draws import SameChoices, dice_apart, seeded_dice
 from ..threads import one_thread
@@ -44,17 +44,8 @@ from .kept_results import forget_other_runs
 from .known_numbers import MOST_KNOWN, knowing_numbers, known
 from .shared_state import SharedState
 
-_WITHOUT_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\((.*?)\)>")
-"""What torch says of a torch.library.custom_op that fake tensors cannot go through."""
-
 BeforeLoss = Callable[[list[torch.Tensor]], None]
 """Is told of the tensors that the module has returned."""
-
-
-IN_LOSS = (
-    "That is inside loss(output, batch), which is given what forward returns and all of what batch(size) gives: for "
-    "example, def loss(output, batch): return torch.nn.functional.cross_entropy(output, batch[1])"
-)
 
 
 class NoLossError(ValueError):
@@ -229,7 +220,7 @@ class FakeModel:
                 raise
             if not isinstance(output, torch.Tensor):
                 raise ValueError(
-                    f"loss(output, batch) of {self.loaded.source} returned a {type(output).__name__}, not the one "
+                    f"loss(output, batch) of {self.loaded.source} returned {a_type(output)}, not the one "
                     "tensor that is trained on: return that, and log others from the output"
                 )
         return scalar(output, self.loaded)
@@ -245,53 +236,12 @@ class FakeModel:
             raise DecidesByValuesError(str(error.func), place_of(error)) from error
         except (TokenByTokenError, DecidesByValuesError):
             raise
-        except (NameError, ArithmeticError, OSError, ImportError, SystemExit) as error:  # which no batch can mend
-            raise ValueError(failure_of(f"the forward, loss or backward of {self.loaded.source}", error)) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if isinstance(error, ValueError) and is_ours(error):
                 raise
             if ".numpy() is not supported" in str(error):
                 raise DecidesByValuesError("numpy", place_of(error)) from error
-            if "_apply(): Couldn't swap" in str(error):
-                raise ValueError(
-                    f"{self.loaded.source} casts or moves the weights of a module in its forward ({place_of(error)}), "
-                    "which are not there as a whole under sharding: do it once, where the model is built"
-                ) from error
-            attribute = error.name if isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor) else ""
-            if attribute and attribute in self.attributes:
-                raise ValueError(
-                    f"the forward of {self.loaded.source} reads {attribute} of {self.attributes[attribute]} "
-                    f"({place_of(error)}), in whose place another tensor stands under sharding and in mixed precision: "
-                    "keep it on the module"
-                ) from error
-            if "FlexAttention" in str(error):
-                raise ValueError(
-                    f"{self.loaded.source} uses flex_attention ({place_of(error)}), whose backward torch has on GPUs "
-                    "alone, and profiles are made without one: use scaled_dot_product_attention, with a mask"
-                ) from error
-            if "shape_env must not be None" in str(error) or "aten._nested_" in str(error):
-                raise ValueError(
-                    f"{self.loaded.source} makes nested tensors ({place_of(error)}), whose ragged dim has no size that "
-                    "a profile could tell: pad the rows and mask them, or keep them in one tensor with their bounds"
-                ) from error
-            if "HigherOrderOperator" in str(error):
-                raise ValueError(
-                    f"{self.loaded.source} gives torch functions to call (torch.cond, while_loop: {place_of(error)}), "
-                    "whose layers a profile does not see: choose by torch.where, and loop in Python"
-                ) from error
-            if operator := _WITHOUT_FAKE.search(str(error)):
-                raise ValueError(
-                    f"{self.loaded.source} calls {operator[1]} ({place_of(error)}), an operator of its own, of which "
-                    "torch does not know the size of the result without running it: say so with its register_fake, a "
-                    "function that returns an empty tensor of that size"
-                ) from error
-            if asks_for_gpu(error):
-                raise ValueError(failure_of(self.loaded.source, error)) from error
-            in_loss = IN_LOSS in getattr(error, "__notes__", ())
-            raise ValueError(
-                f"{self.loaded.source} does not run with its own micro-batch: {kind_of(error)} "
-                f"({place_of(error)}). {IN_LOSS if in_loss else self.loaded.if_not_run}"
-            ) from error
+            raise failed_run(self.loaded.source, self.attributes, self.loaded.if_not_run, error) from error
 
     @contextmanager
     def _without_numbers(self) -> Iterator[None]:
