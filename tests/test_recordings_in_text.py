@@ -93,10 +93,18 @@ def test_a_recording_trains_what_hears_it(architecture: str, tmp_path: Path) -> 
     assert any("audio" in name or "encoder" in name for name in trained)
 
 
-def test_a_mark_that_no_embedding_has_leaves_text_alone(tmp_path: Path) -> None:
-    config = {**CONFIGS["AudioFlamingo3ForConditionalGeneration"], "audio_token_id": 100}
+@pytest.mark.parametrize(
+    ("mark", "said"),
+    [
+        (100, "token 100 marks recordings, and its vocabulary of 100 has no embedding for it"),
+        (None, 'its configuration has no "audio_token_id", the token that stands in the text in the places of one'),
+    ],
+)
+def test_a_mark_that_no_embedding_has_or_nobody_says_leaves_text_alone(
+    mark: int | None, said: str, tmp_path: Path
+) -> None:
+    config = {**CONFIGS["VoxtralForConditionalGeneration"], "audio_token_id": mark}
 
-    loaded = hub_models.loaded_from(tmp_path, config, "AudioFlamingo3ForConditionalGeneration")
+    loaded = hub_models.loaded_from(tmp_path, config, "VoxtralForConditionalGeneration")
 
-    said = "token 100 marks recordings, and its vocabulary of 100 has no embedding for it"
     assert loaded.assumes == (f"samples without input_features, which its forward would take: {said}",)

@@ -13,7 +13,7 @@ from .handed_over import HandedOver, pixels
 from .picture_patches import in_padded_patches, numbered_patches
 from .picture_tokens import AskedModel
 from .pictures import Picture, mark_of, picture_beside, picture_of, unsaid_mark
-from .recordings_in_text import recording_of, without_embedding
+from .recordings_in_text import recording_of, without_place
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ def batches_of(architecture: Any, config: Any, path: Path, build: Build) -> Batc
             make = _text_with_picture(config, picture, LABELS[task] if task in _CLASSIFIES else None)
             assumes = _joined(picture.assumes, _left_out(takes, main_input, given))
             return Batches(make, None, picture.layout, assumes, fewest_tokens=picture.around + 1)
-        why = without_embedding(takes, config, asked)
+        why = without_place(takes, config, asked)
     if config.model_type in _IN_CODEBOOKS and main_input == "input_ids":
         return Batches(_codes(config))
     if task is None and main_input in _SEEN and {"labels", "decoder_input_ids"} <= takes:

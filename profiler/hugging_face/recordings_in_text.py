@@ -40,11 +40,13 @@ def recording_of(takes: Collection[str], config: Any, model: AskedModel) -> Pict
     return None
 
 
-def without_embedding(takes: Collection[str], config: Any, model: AskedModel) -> str:
+def without_place(takes: Collection[str], config: Any, model: AskedModel) -> str:
     """Why a model that takes recordings has no place for one in its text, in words; "" if that is not why."""
-    mark = _mark_of(config)
-    if mark is None or "input_features" not in takes or mark < model.words:
+    mark, unsaid = _mark_of(config), [name for name in _MARKS if hasattr(config, name)]
+    if "input_features" not in takes or not unsaid or (mark is not None and mark < model.words):
         return ""
+    if mark is None:
+        return f'its configuration has no "{unsaid[0]}", the token that stands in the text in the places of one'
     return f"token {mark} marks recordings, and its vocabulary of {model.words:,} has no embedding for it"
 
 
