@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from .parallel.float8 import linear_in_float8
 from .parallel.mesh import Mechanism, RankMesh, mechanism
 from .parallel.micro_batches import Loss
 from .parallel.offload import offload
+from .parallel.optimizers import without_memory
 from .parallel.recompute import check_recompute, recompute
 from .parallel.rehearsal import Rehearsal
 from .parallel.synced_norms import data_group, sync_norms, synced_norms
@@ -48,6 +49,7 @@ class AppliedModel:
     parameters of which this rank has only some experts. without_dims: parameters that have none, but are held as
     tensors of one element (see without_dims.py). context: this rank's tokens, where sequences are split.
     compiled: forwards of layers, to be switched on. casts: copies to compute with, with mechanism "cast".
+    of_model: all parameters of the whole model by each of their names, as on the meta device, tied ones as one.
     Replicas (mechanism "ddp") are not wrapped yet: what DDP must leave out is seen in the first forward.
     """
 
@@ -62,6 +64,7 @@ class AppliedModel:
     without_dims: frozenset[str] = frozenset()
     context: ContextParallel | None = None
     casts: Casts | None = None
+    of_model: dict[str, nn.Parameter] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -171,6 +174,7 @@ def apply_plan(
     values: None for the initial ones. backend: of torch.compile for each layer; None: layers stay eager.
     """
     values = values or initial_values(model_fn, model_bytes(model) > BUILD_LIMIT_BYTES, seed)
+    of_model = without_memory(model)
     stages = plan.stages_of(mesh.coordinates["pipeline"])
     # built, not copied: hooks may be closures over the module that they were made for
     copies = [model, *(build_on_meta(model_fn, plan) for _ in stages[1:])]
@@ -185,7 +189,7 @@ def apply_plan(
         for own, stage in zip(copies, stages, strict=True)
     ]
     if len(parts) == 1:
-        return parts[0]
+        return replace(parts[0], of_model=of_model)
     from .parallel.stage_module import Chunks, stages_in
 
     chunks = Chunks([stage for part in parts for stage in stages_in(part.module)])
@@ -199,7 +203,9 @@ def apply_plan(
     compiled = [forward for part in parts for forward in part.compiled]
     without_dims = frozenset[str]().union(*(part.without_dims for part in parts))
     kind = parts[0].mechanism
-    return AppliedModel(chunks, chunks, "", kind, layout, units, experts, compiled, without_dims, context)
+    return AppliedModel(
+        chunks, chunks, "", kind, layout, units, experts, compiled, without_dims, context, of_model=of_model
+    )
 
 
 def _part(

@@ -205,7 +205,6 @@ def parallelize(
     with nullcontext() if watch is None else watch.task("in its start-up", "after its start-up"):
         model_fn = plain(model_fn)
         whole = build_on_meta(model_fn, plan)
-        attributes = {n: dict(vars(p)) for n, p in whole.named_parameters(remove_duplicate=False)}
         loading, values = None, None
         if weights is not None:
             weights = weights if isinstance(weights, Weights) else Weights(weights)
@@ -230,7 +229,7 @@ def parallelize(
         if loading is not None:
             loading.fill(ModelState(model, plan, mesh).model_boxes())
         for name, parameter in model.parameters.items():
-            keep_attributes(parameter, attributes[name])
+            keep_attributes(parameter, vars(model.of_model[name]))
         if plan.degrees.num_devices > 1:
             refuse_no_weights(model.module)
         if plan.degrees.pipeline > 1 or model.is_divided:

@@ -363,6 +363,14 @@ def _by_names(named: Any) -> Optimizer:
     return SGD([{"params": [p], "lr": 0.1 if "up" in name else 0.01} for name, p in named])
 
 
+def _by_places(parameters: Any) -> Optimizer:
+    return SGD([{"params": parameters[:-2]}, {"params": parameters[-2:], "lr": 0.1}], lr=0.01)
+
+
+def _without_decay_of_tokens(named: Any) -> Optimizer:
+    return SGD([{"params": [p], "weight_decay": 0.0 if "tokens" in name else 0.1} for name, p in named], lr=0.1)
+
+
 def _groups(make: Any, plan: dict[str, Any]) -> str:
     try:
         parallelize(TiedNet, plan_of(tied_profile(), **plan), make, loss=loss)
@@ -376,12 +384,16 @@ def _groups(make: Any, plan: dict[str, Any]) -> str:
     ("make", "plan", "said"),
     [
         (_by_shapes, {"shard": 2}, "taken"),
-        (_by_shapes, {"tensor": 2}, r"out.weight, of which a rank has a part of [16, 8], into another group"),
+        (_by_shapes, {"tensor": 2}, r"out.weight otherwise than where it is given all of it, and not a rank's part of"),
         (_by_names, {"tensor": 2}, "taken"),
         (adamw, {"tensor": 2}, "taken"),
+        (_by_places, {"shard": 2}, "taken"),
+        (_by_places, {"stages": (2, 2)}, "than where it is given all parameters of the model: it goes by how many"),
+        (_by_names, {"stages": (2, 2)}, "taken"),
+        (_without_decay_of_tokens, {"stages": (2, 2)}, "taken"),
     ],
 )
-def test_groups_by_the_shapes_of_parts_are_refused(make: Any, plan: dict[str, Any], said: str) -> None:
+def test_groups_by_the_shapes_of_parts_or_by_places_are_refused(make: Any, plan: dict[str, Any], said: str) -> None:
     assert all(said in found for found in run_ranks(_groups, 2, make, plan))
 
 

@@ -319,7 +319,7 @@ def _refused(plan: Plan) -> str:
 
 def test_groups_that_would_be_others_for_one_element_are_refused_with_the_way_out() -> None:
     for words in run_ranks(_refused, 2, _plan("fsdp")):
-        assert words.startswith("optimizer=... puts logit_scale, which has no dims, into another group")
+        assert words.startswith("optimizer=... steps logit_scale otherwise than where it is given it without dims")
         assert "p.numel() == 1" in words
 
 

@@ -52,6 +52,16 @@ def optimizer_of(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) ->
     return several[0] if len(several) == 1 else JoinedOptimizers(several)
 
 
+def without_memory(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters of a model on the meta device by each of their names, with what the user has written on them; tied
+    ones are one."""
+    made: dict[int, nn.Parameter] = {}
+    for p in model.parameters():
+        made[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+        keep_attributes(made[id(p)], vars(p))
+    return {name: made[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+
+
 def keep_attributes(parameter: nn.Parameter, attributes: Mapping[str, Any]) -> None:
     """Let a parameter have what the user has written on the one that it stands for."""
     for name, value in attributes.items():

@@ -376,16 +376,16 @@ def prepare_optimizer(
     whole: whether it has to; None: if parameters are divided, and a step is not done element by element. Raises
     ValueError, on every rank, if that cannot be tried, or a step needs all parameters, of which ranks have some.
     """
-    by_whole = _groups_of_whole(make, model, plan)
-    optimizer = optimizer_of(make, model.parameters)
-    _check_groups(optimizer, by_whole, model, plan, mesh)
+    of_model = _groups_of_model(make, model, plan)
+    optimizer = optimizer_of(make, _as_in_one_process(model.parameters, model))
+    _check_groups(optimizer, of_model, model, plan, mesh)
     _check_coupling(optimizer, model, plan, mesh)
     if _sees_whole_matrices(optimizer, model, plan, mesh, whole):
         matrices = WholeMatrices(model, plan, mesh)
-        return optimizer_of(make, matrices.parameters), matrices
+        return optimizer_of(make, _as_in_one_process(matrices.parameters, model)), matrices
     if plan.offload_optimizer:
         on_host = HostParameters(model.parameters)
-        return optimizer_of(make, on_host.parameters), on_host
+        return optimizer_of(make, _as_in_one_process(on_host.parameters, model)), on_host
     return optimizer, None
 
 
@@ -400,21 +400,24 @@ def _has_other_shapes(plan: Plan) -> bool:
     return plan.degrees.tensor * plan.degrees.expert > 1 or gives_dims
 
 
-def _groups_of_whole(make: MakeOptimizer, model: AppliedModel, plan: Plan) -> Groups | None:
-    """The groups that the user's function makes of whole parameters, without memory; None where ranks have whole ones
-    anyway, or the function needs their numbers."""
-    if not _has_other_shapes(plan):
+def _groups_of_model(make: MakeOptimizer, model: AppliedModel, plan: Plan) -> Groups | None:
+    """The groups that the user's function makes of all parameters, whole and without memory; None where each rank has
+    all of them whole anyway, or the function needs their numbers."""
+    if not _has_other_shapes(plan) and plan.degrees.pipeline == 1:
         return None
-    whole = {
-        name: nn.Parameter(torch.empty(whole_size(model, name, p), dtype=p.dtype, device="meta"), p.requires_grad)
-        for name, p in model.parameters.items()
-    }
-    for name, parameter in whole.items():
-        keep_attributes(parameter, vars(model.parameters[name]))
+    whole = _as_in_one_process(model.of_model, model)
     try:
         return _groups(optimizer_of(make, whole), whole)
     except Exception:  # of the real parameters it raises what there is to say
         return None
+
+
+def _as_in_one_process(parameters: Mapping[str, nn.Parameter], model: AppliedModel) -> dict[str, nn.Parameter]:
+    """These by the names that one process has them by: the first of those in the model, also where another stage of a
+    pipeline holds the module of that name."""
+    firsts: dict[int, str] = {}
+    names = {name: firsts.setdefault(id(p), name) for name, p in model.of_model.items()}
+    return {names[name]: p for name, p in parameters.items()}
 
 
 def _groups(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Groups:
@@ -427,31 +430,46 @@ def _groups(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Gro
 
 
 def _check_groups(
-    optimizer: Optimizer, by_whole: Groups | None, model: AppliedModel, plan: Plan, mesh: RankMesh
+    optimizer: Optimizer, of_model: Groups | None, model: AppliedModel, plan: Plan, mesh: RankMesh
 ) -> None:
-    """Raise ValueError, on every rank, if the user's function steps this rank's parts of parameters otherwise than
-    whole ones, for it went by their shapes."""
-    if not _has_other_shapes(plan) or not peers_answer(mesh):
+    """Raise ValueError, on every rank, if the user's function steps this rank's parameters, or parts of them, otherwise
+    than among all of the model's, for it went by their shapes or places."""
+    in_pipeline = plan.degrees.pipeline > 1
+    if not (_has_other_shapes(plan) or in_pipeline) or not peers_answer(mesh):
         return
-    found = _groups(optimizer, model.parameters)
+    own = _as_in_one_process(model.parameters, model)
+    found = _groups(optimizer, own)
     here = {name: group for group in found for name in group["params"]}
-    there = {name: group for group in by_whole or found for name in group["params"]}
+    there = {
+        name: group | {"params": [each for each in group["params"] if each in own]}
+        for group in of_model or found
+        for name in group["params"]
+    }
     other = next((name for name in here if here[name] != there.get(name)), None)
-    told = next(filter(None, mesh.on_all(other and (other, tuple(model.parameters[other].shape)))), None)
+    told = next(filter(None, mesh.on_all(other and (other, _why_other(other, own[other], model)))), None)
     if told is not None:
-        name, shape = told
-        if name in model.without_dims:
-            raise ValueError(
-                f"optimizer=... puts {name}, which has no dims, into another group where it is held as a tensor of one "
-                "element, which shards are cut from: it goes by the number of dims. Let it go by names "
-                "(optimizer=lambda named: ...) or by p.numel() == 1, or plan for replicas (--setup ddp)"
-            )
-        raise ValueError(
-            f"optimizer=... puts {name}, of which a rank has a part of {list(shape)}, into another group than all of "
-            "it: it goes by shapes, which are those of parts under tensor and expert parallelism. Let it go by names "
-            "(optimizer=lambda named: ...), or by what the function that builds the model writes on parameters "
-            "(p.rate = 0.1), or plan with --pin tensor=1 --pin expert=1"
+        raise ValueError(f"optimizer=... steps {told[0]} otherwise than where it is given {told[1]}")
+
+
+def _why_other(name: str, p: nn.Parameter, model: AppliedModel) -> str:
+    """What of a parameter one process has in the place of what a rank has of it, what the user's function goes by, and
+    the way out."""
+    by_names = "Let it go by names (optimizer=lambda named: ...)"
+    or_marks = f"{by_names}, or by what the function that builds the model writes on parameters (p.rate = 0.1)"
+    if name in model.without_dims:
+        return (
+            "it without dims, as the model has it, and not as a tensor of one element, which shards are cut from: it "
+            f"goes by the number of dims. {by_names} or by p.numel() == 1, or plan for replicas (--setup ddp)"
         )
+    if p.shape != model.of_model[name].shape:
+        return (
+            f"all of it, and not a rank's part of {list(p.shape)}: it goes by shapes, which are those of parts under "
+            f"tensor and expert parallelism. {or_marks}, or plan with --pin tensor=1 --pin expert=1"
+        )
+    return (
+        "all parameters of the model: it goes by how many there are or by their order, and a rank of a pipeline has "
+        f"those of its stages. {or_marks}, or plan with --pin pipeline=1"
+    )
 
 
 def _check_coupling(optimizer: Optimizer, model: AppliedModel, plan: Plan, mesh: RankMesh) -> None:
