@@ -165,8 +165,9 @@ def _check_groups(loaded: LoadedModel, why: str) -> None:
         return
     if runs == [*_SIZES[1:]]:
         raise ValueError(
-            f"{loaded.source} runs with several samples and not with one alone ({why}), which a rank may be given: "
-            "where a dim of size 1 is dropped, name it, as in squeeze(-1); a batch of one has its dim of samples, too"
+            f"{loaded.source} runs with several samples and not with one alone ({why}), which a rank may be given: let "
+            "it take one, too (a dim of size 1 that is dropped is to be named, as in squeeze(-1), and no more of a "
+            "batch's samples are to be picked than there are)"
         )
     raise ValueError(
         f"{loaded.source} runs with {', '.join(map(str, runs))} samples and not with other numbers up to {_SIZES[-1]} "
