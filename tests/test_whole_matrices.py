@@ -355,48 +355,6 @@ def test_they_are_refused_where_a_rank_has_only_some(plan: dict[str, Any], said:
     assert all(said in found for found in run_ranks(_clipping, 2, plan))
 
 
-def _by_shapes(named: Any) -> Optimizer:
-    return SGD([{"params": [p], "lr": 0.1 / (p.shape[-1] if p.dim() > 1 else 1)} for _, p in named])
-
-
-def _by_names(named: Any) -> Optimizer:
-    return SGD([{"params": [p], "lr": 0.1 if "up" in name else 0.01} for name, p in named])
-
-
-def _by_places(parameters: Any) -> Optimizer:
-    return SGD([{"params": parameters[:-2]}, {"params": parameters[-2:], "lr": 0.1}], lr=0.01)
-
-
-def _without_decay_of_tokens(named: Any) -> Optimizer:
-    return SGD([{"params": [p], "weight_decay": 0.0 if "tokens" in name else 0.1} for name, p in named], lr=0.1)
-
-
-def _groups(make: Any, plan: dict[str, Any]) -> str:
-    try:
-        parallelize(TiedNet, plan_of(tied_profile(), **plan), make, loss=loss)
-    except ValueError as error:
-        return str(error)
-    return "taken"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "plan", "said"),
-    [
-        (_by_shapes, {"shard": 2}, "taken"),
-        (_by_shapes, {"tensor": 2}, r"out.weight otherwise than where it is given all of it, and not a rank's part of"),
-        (_by_names, {"tensor": 2}, "taken"),
-        (adamw, {"tensor": 2}, "taken"),
-        (_by_places, {"shard": 2}, "taken"),
-        (_by_places, {"stages": (2, 2)}, "than where it is given all parameters of the model: it goes by how many"),
-        (_by_names, {"stages": (2, 2)}, "taken"),
-        (_without_decay_of_tokens, {"stages": (2, 2)}, "taken"),
-    ],
-)
-def test_groups_by_the_shapes_of_parts_or_by_places_are_refused(make: Any, plan: dict[str, Any], said: str) -> None:
-    assert all(said in found for found in run_ranks(_groups, 2, make, plan))
-
-
 def _refused() -> str:
     with pytest.raises(ValueError, match="if it looks at whole matrices or their norms, False if") as caught:
         parallelize(TiedNet, plan_of(tied_profile(), shard=2), Unchanging, loss=loss)

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 MakeOptimizer = Callable[[Any], Optimizer | Sequence[Optimizer]]
 
 
-def optimizer_of(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
-    """The optimizer of these parameters, by name; several become one.
+def optimizer_of(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+    """The optimizer of these parameters with their names; several become one.
 
     make: is given (name, parameter) pairs if its first argument is called `named...`, else parameters. Raises
     ValueError if it returns anything but optimizers, or if these have other parameters.
@@ -24,7 +24,7 @@ def optimizer_of(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) ->
         raise ValueError(
             f"optimizer={found}: give the function that makes it, optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4)"
         )
-    made = make(list(parameters.items()) if _wants_names(make) else list(parameters.values()))
+    made = make(list(named) if _wants_names(make) else [p for _, p in named])
     several = list(made) if isinstance(made, Iterable) and not isinstance(made, Optimizer) else [made]
     if not several or not all(isinstance(one, Optimizer) for one in several):
         raise ValueError(
@@ -38,7 +38,7 @@ def optimizer_of(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) ->
                 "give it: take an optimizer whose step() needs none"
             )
     seen: set[int] = set()
-    known = {id(p) for p in parameters.values()}
+    known = {id(p) for _, p in named}
     for p in (p for one in several for group in one.param_groups for p in group["params"]):
         if id(p) not in known:
             raise ValueError(
@@ -46,10 +46,15 @@ def optimizer_of(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) ->
                 "from its argument, for those of the model that you built are not the ones that are trained"
             )
         if id(p) in seen:
-            name = next(name for name, own in parameters.items() if own is p)
+            name = next(name for name, own in named if own is p)
             raise ValueError(f"optimizer=... gave {name} to two optimizers; it would be stepped twice")
         seen.add(id(p))
     return several[0] if len(several) == 1 else JoinedOptimizers(several)
+
+
+def joined(optimizer: Optimizer) -> list[Optimizer]:
+    """Those that one stands for, itself if it is no joined one."""
+    return optimizer.optimizers if isinstance(optimizer, JoinedOptimizers) else [optimizer]
 
 
 def without_memory(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -126,7 +131,7 @@ class JoinedOptimizers(Optimizer):
         self.optimizers: list[Optimizer] = []
         super().__init__([{"params": group["params"]} for one in optimizers for group in one.param_groups], {})
         self.optimizers = list(optimizers)
-        self._share()
+        self.share_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ValueError, once they are joined: it would be stepped by none of them."""
@@ -137,7 +142,8 @@ class JoinedOptimizers(Optimizer):
             )
         super().add_param_group(param_group)
 
-    def _share(self) -> None:
+    def share_groups(self) -> None:
+        """Take over the groups that they have by now."""
         self.param_groups = [group for one in self.optimizers for group in one.param_groups]
         self.state = _States(self.optimizers)  # type: ignore[assignment]
 
@@ -148,7 +154,7 @@ class JoinedOptimizers(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, with those of groups that one of them has got."""
-        self._share()
+        self.share_groups()
         for one in self.optimizers:
             one.zero_grad(set_to_none)
 
@@ -161,7 +167,7 @@ class JoinedOptimizers(Optimizer):
             renamed = [{**group, "params": [numbers[n] for n in group["params"]]} for group in own]
             state = {numbers[n]: value for n, value in state_dict["state"].items() if n in numbers}
             one.load_state_dict({"state": state, "param_groups": renamed})
-        self._share()
+        self.share_groups()
 
 
 class _States(Mapping[torch.Tensor, Any]):

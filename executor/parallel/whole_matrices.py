@@ -8,7 +8,7 @@ hands the new parameter to the others. Ranks share the work and the state as eve
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from types import FunctionType
 from typing import Any, Literal
@@ -22,18 +22,17 @@ from torch.utils._pytree import tree_leaves
 
 from ...planner.cost.sharding import kept_rows
 from ...planner.plan.document import Plan
-from ..agreement import peers_answer
 from ..apply import AppliedModel
 from ..torch_compat import all_gather_single, own_group
 from .host_optimizer import HostParameters
 from .mesh import RankMesh, mechanism
-from .optimizers import JoinedOptimizers, MakeOptimizer, keep_attributes, optimizer_of, optimizers_inside
+from .optimizer_groups import ParameterGroups
+from .optimizers import JoinedOptimizers, MakeOptimizer, joined, keep_attributes, optimizers_inside
 
 
 def looks_at_whole_matrices(optimizer: Optimizer) -> Literal["yes", "no"] | str:
     """ "yes", "no", or why that cannot be tried."""
-    inner = optimizer.optimizers if isinstance(optimizer, JoinedOptimizers) else [optimizer]
-    for one in inner:
+    for one in joined(optimizer):
         for group in one.param_groups:
             for ndim in sorted({p.dim() for p in group["params"] if p.requires_grad}):
                 found = _tried(one, {k: v for k, v in group.items() if k not in ("params", "param_names")}, ndim)
@@ -69,8 +68,7 @@ def _tried(optimizer: Optimizer, options: dict[str, Any], ndim: int) -> str:
 def steps_shards(optimizer: Optimizer) -> bool:
     """Whether a trial step of a shard that fully_shard makes (a DTensor) ends: torch has no rule for some of what is
     written in place, as Rprop writes. Sends nothing."""
-    inner = optimizer.optimizers if isinstance(optimizer, JoinedOptimizers) else [optimizer]
-    for one in inner:
+    for one in joined(optimizer):
         for group in one.param_groups:
             shards = [p for p in group["params"] if p.requires_grad and isinstance(p, DTensor)]
             if not shards:
@@ -376,100 +374,16 @@ def prepare_optimizer(
     whole: whether it has to; None: if parameters are divided, and a step is not done element by element. Raises
     ValueError, on every rank, if that cannot be tried, or a step needs all parameters, of which ranks have some.
     """
-    of_model = _groups_of_model(make, model, plan)
-    optimizer = optimizer_of(make, _as_in_one_process(model.parameters, model))
-    _check_groups(optimizer, of_model, model, plan, mesh)
+    groups = ParameterGroups(make, model, plan, mesh)
+    optimizer = groups.optimizer(model.parameters)
     _check_coupling(optimizer, model, plan, mesh)
     if _sees_whole_matrices(optimizer, model, plan, mesh, whole):
         matrices = WholeMatrices(model, plan, mesh)
-        return optimizer_of(make, _as_in_one_process(matrices.parameters, model)), matrices
+        return groups.optimizer(matrices.parameters), matrices
     if plan.offload_optimizer:
         on_host = HostParameters(model.parameters)
-        return optimizer_of(make, _as_in_one_process(on_host.parameters, model)), on_host
+        return groups.optimizer(on_host.parameters), on_host
     return optimizer, None
-
-
-Groups = list[dict[str, Any]]
-"""Of each parameter group its options, and under "params" the names of its parameters."""
-
-
-def _has_other_shapes(plan: Plan) -> bool:
-    """Whether some rank holds parameters in other shapes than the model has them in: the same on all ranks, which meet
-    over it. (What fully_shard divides is a DTensor, which tells the shape of the whole.)"""
-    gives_dims = plan.model.without_dims != "" and mechanism(plan) == "fsdp"
-    return plan.degrees.tensor * plan.degrees.expert > 1 or gives_dims
-
-
-def _groups_of_model(make: MakeOptimizer, model: AppliedModel, plan: Plan) -> Groups | None:
-    """The groups that the user's function makes of all parameters, whole and without memory; None where each rank has
-    all of them whole anyway, or the function needs their numbers."""
-    if not _has_other_shapes(plan) and plan.degrees.pipeline == 1:
-        return None
-    whole = _as_in_one_process(model.of_model, model)
-    try:
-        return _groups(optimizer_of(make, whole), whole)
-    except Exception:  # of the real parameters it raises what there is to say
-        return None
-
-
-def _as_in_one_process(parameters: Mapping[str, nn.Parameter], model: AppliedModel) -> dict[str, nn.Parameter]:
-    """These by the names that one process has them by: the first of those in the model, also where another stage of a
-    pipeline holds the module of that name."""
-    firsts: dict[int, str] = {}
-    names = {name: firsts.setdefault(id(p), name) for name, p in model.of_model.items()}
-    return {names[name]: p for name, p in parameters.items()}
-
-
-def _groups(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Groups:
-    names = {id(p): name for name, p in parameters.items()}
-    return [
-        {k: v for k, v in group.items() if isinstance(v, str | int | float | tuple)}
-        | {"params": [names[id(p)] for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-
-
-def _check_groups(
-    optimizer: Optimizer, of_model: Groups | None, model: AppliedModel, plan: Plan, mesh: RankMesh
-) -> None:
-    """Raise ValueError, on every rank, if the user's function steps this rank's parameters, or parts of them, otherwise
-    than among all of the model's, for it went by their shapes or places."""
-    in_pipeline = plan.degrees.pipeline > 1
-    if not (_has_other_shapes(plan) or in_pipeline) or not peers_answer(mesh):
-        return
-    own = _as_in_one_process(model.parameters, model)
-    found = _groups(optimizer, own)
-    here = {name: group for group in found for name in group["params"]}
-    there = {
-        name: group | {"params": [each for each in group["params"] if each in own]}
-        for group in of_model or found
-        for name in group["params"]
-    }
-    other = next((name for name in here if here[name] != there.get(name)), None)
-    told = next(filter(None, mesh.on_all(other and (other, _why_other(other, own[other], model)))), None)
-    if told is not None:
-        raise ValueError(f"optimizer=... steps {told[0]} otherwise than where it is given {told[1]}")
-
-
-def _why_other(name: str, p: nn.Parameter, model: AppliedModel) -> str:
-    """What of a parameter one process has in the place of what a rank has of it, what the user's function goes by, and
-    the way out."""
-    by_names = "Let it go by names (optimizer=lambda named: ...)"
-    or_marks = f"{by_names}, or by what the function that builds the model writes on parameters (p.rate = 0.1)"
-    if name in model.without_dims:
-        return (
-            "it without dims, as the model has it, and not as a tensor of one element, which shards are cut from: it "
-            f"goes by the number of dims. {by_names} or by p.numel() == 1, or plan for replicas (--setup ddp)"
-        )
-    if p.shape != model.of_model[name].shape:
-        return (
-            f"all of it, and not a rank's part of {list(p.shape)}: it goes by shapes, which are those of parts under "
-            f"tensor and expert parallelism. {or_marks}, or plan with --pin tensor=1 --pin expert=1"
-        )
-    return (
-        "all parameters of the model: it goes by how many there are or by their order, and a rank of a pipeline has "
-        f"those of its stages. {or_marks}, or plan with --pin pipeline=1"
-    )
 
 
 def _check_coupling(optimizer: Optimizer, model: AppliedModel, plan: Plan, mesh: RankMesh) -> None:

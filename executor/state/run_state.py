@@ -197,13 +197,16 @@ class State(ModelState):
         """
         scalars: dict[str, dict[str, Any]] = {}
         options: dict[str, dict[str, Any]] = {}
+        of_places: list[dict[str, Any]] = []
         for stage in stages:
             scalars |= stage["scalars"]
             options |= {name: group["options"] for group in stage["groups"] for name in group["names"]}
+            if len(stage["groups"]) == len(self._optimizer.param_groups):
+                of_places = [group["options"] for group in stage["groups"]]
         known = {id(self._stepped[p.own_name]): p for p in self._parameters}
         document: dict[str, Any] = {"state": {}, "param_groups": []}
         count = 0
-        for group in self._optimizer.param_groups:
+        for place, group in enumerate(self._optimizer.param_groups):
             own = [known[id(p)] for p in group["params"]]
             different = {repr(options[p.name]): options[p.name] for p in own if p.name in options}
             if len(different) > 1:
@@ -212,7 +215,7 @@ class State(ModelState):
                     f"saved with different options for them: {' and '.join(different)}; make the groups as they were"
                 )
             kept = {key: value for key, value in group.items() if key != "params"}
-            kept |= next(iter(different.values()), {})
+            kept |= next(iter(different.values()), {}) if own or not of_places else of_places[place]
             document["param_groups"].append({**kept, "params": list(range(count, count + len(own)))})
             for index, p in enumerate(own, count):
                 # Tied parameters were saved once, but each counts its own steps.
