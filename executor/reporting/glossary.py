@@ -81,8 +81,8 @@ TERMS = (
     Term("ZB-H2", "A zero-bubble pipeline schedule that idles less than ZB-H1 and keeps more activations."),
     Term(
         "launch",
-        "Time in which a GPU waits for the CPU, which launches its kernels one by one: small layers compute faster "
-        "than that. Larger micro-batches, fewer sharded units and compiled layers have less of it.",
+        "Time in which a GPU waits for the CPU, which launches its kernels one by one: kernels of small layers end "
+        "before the next one is launched. Larger micro-batches, fewer sharded layers and compiled ones wait less.",
     ),
     Term("bubble", "Time in which a pipeline rank has nothing to compute: at the start and the end of a step."),
     Term(
@@ -115,9 +115,13 @@ TERMS = (
     Term(
         "cost model", "The formulas that predict time and memory of a plan on these devices; plans are compared by it."
     ),
-    Term("proof", "The bound that the search found beside the plan: no plan has a shorter step.", ("certificate",)),
+    Term(
+        "proof",
+        "What the search shows beside the plan: a step time that no other plan can beat under the cost model.",
+        ("certificate",),
+    ),
     Term("bound", "A step time that no plan in the space can beat under the cost model.", ("proven bound",)),
-    Term("gap", "How far the plan's step is above the proven bound, as a share of it."),
+    Term("gap", "How far the bound is below the step of the fastest plan found, as a share of that step."),
     Term(
         "optimal",
         "The fastest plan found is within 0.1% of the proven bound; otherwise the plan is called feasible.",
@@ -129,6 +133,32 @@ TERMS = (
     Term("band", "Around a prediction: where 8 of 10 published runs of the kind fell."),
     Term("profile", "What a model's layers do and hold, seen on fake tensors once; planning needs nothing else."),
     Term("pin", "A choice that you make and the search keeps: --pin tensor=4."),
+    Term(
+        "rank",
+        "One process of a job, on a GPU of its own. Data ranks train on different samples; tensor, context, expert and "
+        "pipeline ranks share the work on the same ones.",
+        ("ranks",),
+    ),
+    Term(
+        "host",
+        "A machine with its GPUs, also called a node: links inside it are faster than the network between hosts.",
+        ("hosts",),
+    ),
+    Term("degree", "The number of ranks over which one kind of parallelism splits the work: 4 in TP 4.", ("degrees",)),
+    Term(
+        "axis",
+        "The ranks are arranged as a mesh with an axis for each kind of parallelism; those of the last axis are "
+        "neighbours, so they have the fastest links.",
+        ("axes", "mesh"),
+    ),
+    Term("schedule", "The order in which the ranks of a pipeline run forwards and backwards: GPipe, 1F1B, ZB-V, ..."),
+    Term("replica", "A whole copy of the model, or of a pipeline stage, with samples of its own.", ("replicas",)),
+    Term("shard", "A rank's part of a tensor that several ranks hold together.", ("shards", "sharded")),
+    Term(
+        "set-up",
+        'A layout as people write it, "tp=4 pp=2", fsdp or megatron; what it leaves open is chosen at its best.',
+        ("set-ups",),
+    ),
 )
 
 
