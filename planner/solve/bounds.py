@@ -1,7 +1,8 @@
-"""Seconds that no plan below a node of the search beats: of splits, micro-batches, families and shapes.
+"""Lower bounds in seconds for all plans below a node of the search: of splits, micro-batches, families and shapes.
 
-Each bound is on the simulated step without what the software takes once per step. They leave open what is not decided
-yet: where groups sit, how layers are cut, what is run again. Those of shapes are columns over all shapes of a family.
+Each bounds the simulated step, without the time that the software takes once per step. What is not decided yet at a
+node (where groups of ranks sit, how layers are cut, what is recomputed) is taken at its best. Bounds of shapes are
+columns over all shapes of a family.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,11 +37,12 @@ Flags = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 
 SCALES = (0.0, 0.6, 0.8, 1.0, 1.25, 1.7)
-"""Of the prices of memory that another shape has, at which a shape is bounded by them."""
+"""Factors on the prices of memory that were found for one shape, with which they are tried on others."""
 
 
 AMPLE = 0.8
-"""Share of a rank's room that layers may fill at least before other cuts are looked for: they hold more in fact."""
+"""Share of a rank's room that the least bytes of its layers may fill before other cuts are looked for: in fact layers
+hold more than their least."""
 
 
 class Bounds:
@@ -87,8 +89,9 @@ class Bounds:
         return bounds.tolist()
 
     def slowest_s(self, split: Split, pipeline: int, samples: Sequence[float]) -> Floats:
-        """[samples] -> least seconds of compute, tensor traffic and tokens sent to experts that a micro-batch is for
-        the slowest of so many stages, if a rank has so many samples of it, whatever the context ranks."""
+        """[samples] -> least seconds that a micro-batch takes on the slowest of so many stages, for compute, tensor
+        traffic and tokens sent to experts, if a rank has so many samples of it; whatever the number of context
+        ranks."""
         shape = Shape(1, 1, split.tensor, pipeline, 1, 1, split.sequence, expert=split.expert, cuts=split.cuts)
         works = self._least.passes_at_s(shape, samples)[:, :, 0]
         alike = self._shapes.slowest_s(works[:, self._shapes.first_run].T, pipeline)
@@ -99,9 +102,9 @@ class Bounds:
         return np.minimum(alike, shares)
 
     def anywhere_s(self, family: Family, space: Space) -> float:
-        """Seconds that no shape of a family, or of those with another kind of context parallelism, beats, with all
-        groups where their traffic takes least: by memory, and by the data ranks' traffic. In a pipeline that is for all
-        schedules."""
+        """Lower bound in seconds for all shapes of a family, and of those that differ in the kind of context
+        parallelism, from what memory asks for and what data ranks exchange. Every group of ranks is placed where its
+        traffic takes least. For a pipeline it holds under all schedules."""
         key = replace(family.split, context_kind="ring"), family.micro_batch, space.pins
         if key not in self._anywhere:
             least = self._anywhere_alike_s(family, space)
@@ -131,8 +134,8 @@ class Bounds:
         return alike if self.kinds is None else min(alike, self._of_unequal(family, self.kinds))
 
     def held_s(self, family: Family, space: Space) -> float:
-        """Seconds that a chunked family takes at least, by what its schedule holds and lets layers recompute, and with
-        what data ranks exchange."""
+        """Lower bound in seconds for a chunked family, from what its schedule holds in memory, what it lets layers
+        recompute, and what data ranks exchange."""
         if not is_chunked(family.schedule) or self.kinds is not None:
             return 0.0
         recompute, leaves = recompute_of(family, space.pins), space.leaves(family)
@@ -163,8 +166,8 @@ class Bounds:
     def with_memory_s(
         self, family: Family, space: Space, some: Sequence[int], enough_s: float = float("inf")
     ) -> Floats:
-        """[of these shapes] -> the same with what memory asks layers to run again; of those that take `enough_s` by a
-        cheap bound only that."""
+        """[of these shapes] -> the same, with the recompute that memory asks for. A shape whose cheap bound already is
+        `enough_s` gets that one."""
         leaves, where, pins = space.leaves(family), np.array(some, dtype=np.int64), space.pins
         seconds, recompute = np.zeros(len(where)), recompute_of(family, pins)
         alike = self._alike(leaves, where)
@@ -190,9 +193,9 @@ class Bounds:
         return least_of_ranks_s(Table.of(family.frugal), [OnDevice(runs, *costs)], flights)
 
     def guesses(self, family: Family, space: Space, some: Sequence[int], with_memory: bool) -> Floats:
-        """[of these shapes] -> seconds that a chunked family is likely to take, at least those of the best of the cuts
-        that are tried first, with what memory makes each rank run again of layers that may be divided. Not a bound: the
-        order in which plans are looked for."""
+        """[of these shapes] -> seconds that a chunked family is likely to take: no less than with the best of the cuts
+        that are tried first, where each rank recomputes what its memory asks for, as if layers could be divided. Not a
+        bound; it orders the search."""
         leaves, where, pins = space.leaves(family), np.array(some, dtype=np.int64), space.pins
         likely, alike = np.zeros(len(where)), self._alike(leaves, where)
         if not is_chunked(family.schedule) or not alike.any():
@@ -252,9 +255,9 @@ class Bounds:
     def of_prices(
         self, prices: StagePrices | UnequalPrices, enough_s: float, in_order: bool = True
     ) -> tuple[float, Ints | None]:
-        """(seconds that a pipeline's shape takes at least whatever its cuts and options, [stage] -> numbers of the
-        places where stages begin that are nearest to the solution), by a program (fluid.py); as soon as they are known
-        to be `enough_s`, no more is looked for. in_order: whether layers stay in their order, which takes longer where
+        """(lower bound in seconds for a pipeline's shape, whatever its cuts and options, [stage] -> numbers of the
+        places where stages begin in the cuts nearest to the solution), by a linear program (fluid.py). It ends as soon
+        as the bound reaches `enough_s`. in_order: whether layers must stay in their order, which takes longer where
         kinds take turns (`kinds_take_turns`)."""
         runs, rooms, waits_s, end_s, turns = fluid_layers(prices)
         table = Table.of(prices.shape)
@@ -270,8 +273,8 @@ class Bounds:
     def of_whole_layers(
         self, prices: StagePrices | UnequalPrices, below_s: float, seconds: float
     ) -> tuple[float, Ints | None]:
-        """(seconds that no plan of a pipeline's shape beats, cuts that may be below `below_s`), by the integer program
-        of fluid.py in so many seconds."""
+        """(lower bound in seconds for a pipeline's shape, cuts whose step may be below `below_s`, None if none were
+        found), by the integer program of fluid.py, which runs for `seconds`."""
         runs, rooms, waits_s, end_s, turns = fluid_layers(prices)
         table = Table.of(prices.shape)
         found, layers = self.pipelines.whole(table, runs, rooms, waits_s, end_s, below_s, seconds, turns)
@@ -300,16 +303,16 @@ class Bounds:
         return self._leasts[any_schedule]
 
     def _may_fit_with_less(self, family: Family) -> bool:
-        """Whether the memory of several micro-batches may do if they are the smallest: where not, larger ones hold
-        more, and need not be priced."""
+        """Whether several micro-batches of the smallest size may fit in memory. If not, larger ones need not be priced:
+        they hold more."""
         count, size = family.num_microbatches, family.micro_batch
         if count == 1 or size == 1:
             return True
         return self.least_of_family(replace(family, micro_batch=1, num_microbatches=count * size)) is not None
 
     def leasts_of_kinds(self, family: Family, kinds: Kinds) -> list[Least] | None:
-        """[kind] -> what layers of a family take at least on such devices; None if none of its shapes has stages on one
-        kind each, or the memory of all together does not do."""
+        """[kind] -> what layers of a family take at least on such devices; None if no shape of it has each stage on one
+        kind of device, or all devices together have too little memory."""
         if not kinds.may_have_own(family.pipeline):
             return None
         shape = replace(family.frugal, schedule="1f1b", virtual_stages=1)
@@ -339,10 +342,10 @@ class Bounds:
         return max(count * slowest, self._of_chunked(family, least, pass_s, update_s))
 
     def _of_chunked(self, family: Family, least: Least, pass_s: float, update_s: float) -> float:
-        """Seconds that no cuts of a chunked family beat: the mean over the ranks of what each has to do, after a place
-        of the chain for every rank before; where gradients of weights do not come last, each rank also waits for the
-        backward of those before. And the step is no shorter than the way of one micro-batch. update_s: of the
-        optimizer, on each rank's even share."""
+        """Lower bound in seconds for all cuts of a chunked family: the mean over the ranks of the work of each, which
+        begins after at least one place of the chain on every rank before it. Where gradients of weights do not come
+        last, each rank also waits for the backward of those before. The step is also no shorter than the way of one
+        micro-batch through all stages and back. update_s: seconds of the optimizer, on each rank's even share."""
         if family.pipeline * family.virtual_stages > len(self.chain.places) - 1:
             return float("inf")
         ahead, of_kinds = self._shapes.least_ahead(family.pipeline), self._shapes.of_kinds
@@ -388,9 +391,9 @@ def recompute_of(family: Family, pins: Pins) -> Recompute | None:
 
 
 FluidLayers = tuple[list[Layers], list[float], Floats, float, list[LayerTurns]]
-"""What the layers of a shape cost in a program: (of each run, bytes of each rank, seconds waited for what crosses after
-each stage but the last, seconds at the end of a step beyond those of layers, the turns of layers on ranks of several
-stages)."""
+"""What a program is given of a shape: ([run] of layers with their costs, [rank] -> bytes of room, [stage but the last]
+-> seconds waited for what crosses after it, seconds at the end of a step beyond those of layers, the turns of layers
+where ranks hold several stages)."""
 
 
 def fluid_layers(prices: StagePrices | UnequalPrices) -> FluidLayers:

@@ -1,9 +1,9 @@
 """Pipelines whose ranks hold several stages or split their backward: cuts that are tried, and what ranks recompute.
 
-Their step has no closed form that is linear in the stages, and a rank's memory joins several of them. What no cuts beat
-is known from programs (fluid.py); here are the plans that come near it: cuts that balance the ranks, each with what
-brings every rank into its memory at the least price, layer by layer and option by option, played by event simulation.
-polish.py goes on from the best of them.
+The step of such a pipeline has no closed form that is linear in the stages, and the stages of a rank share its memory.
+Lower bounds over all cuts come from linear programs (fluid.py). This module looks for plans that come near them: it
+takes cuts that balance the ranks, chooses for every rank, layer by layer and option by option, the cheapest recompute
+that fits its memory, and simulates the step. polish.py goes on from the best of these plans.
 """
 
 import math
@@ -32,7 +32,7 @@ Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 RESOLUTION = 1 / 64
-"""Of the mean layer: seconds that differ by less give the same cuts."""
+"""Share of the mean layer's seconds: seconds of layers that differ by less give the same cuts."""
 
 FEW_CUTS = 30
 """So many ways to cut the chain, or fewer, are all priced."""
@@ -89,9 +89,9 @@ class StageCuts:
         added_s: Floats | float = 0.0,
         once_s: Floats | float = 0.0,
     ) -> Floats:
-        """[shape] -> seconds that no order of passes beats, as `least_step_s` of simulate.py. per_run_s, forward_s:
-        [run][shape] -> seconds of a layer; added_s: [rank] -> seconds that a micro-batch takes beyond that; once_s:
-        [rank][shape] -> seconds after the last pass of a rank."""
+        """[shape] -> lower bound in seconds for all orders of passes, as `least_step_s` of simulate.py gives it.
+        per_run_s, forward_s: [run][shape] -> seconds of a layer; added_s: [rank] -> seconds that a micro-batch takes
+        beyond that; once_s: [rank][shape] -> seconds after the last pass of a rank."""
         passes = num_microbatches * (self.work @ per_run_s + added_s)
         ended = once_s
         if schedule not in ZERO_BUBBLE:  # while a rank ends its step, those before it end their passes
@@ -129,8 +129,8 @@ class Recomputable:
 
 @dataclass(frozen=True)
 class LeastRecompute:
-    """What bringing the memory of a chunked shape's ranks into the budget is likely to add: memory is taken at a price,
-    the best of several, and layers as fluid. flights: [stage] -> micro-batches."""
+    """Seconds that recompute is likely to add until every rank of a chunked shape fits its budget: layers are taken as
+    divisible, and memory has a price, the best of several. flights: [stage] -> micro-batches in flight."""
 
     frame: Chunking
     layers: Recomputable
@@ -219,8 +219,9 @@ class Chunkings:
     def with_fitting(
         self, frame: Chunking, tried: list[StageCuts], per_run_s: Floats, held: HeldByRank
     ) -> list[StageCuts]:
-        """The cuts, and where none of them leaves every rank room to spare, cuts that do, or come nearer to it: places
-        are handed on from the fullest rank, of equally good ones the most even way."""
+        """The cuts that were tried, and if none of them leaves every rank room to spare, more that do or come nearer:
+        the fullest rank hands places of the chain to others, of equally good moves that which leaves stages most
+        even."""
         places, run_of = self._places, self.chain.run_of
         before = [np.concatenate(([0.0], np.cumsum(w[run_of])))[places] for w in (held.kept, held.fixed, per_run_s)]
 
@@ -291,8 +292,8 @@ def _longest_first(places: Sequence[int], num_stages: int) -> tuple[int, ...]:
 
 
 def _improved(cuts: tuple[int, ...], places: Sequence[int], frame: Chunking, per_layer: Floats) -> tuple[int, ...]:
-    """Cuts where single places have been handed from a stage of the slowest rank to another, all stages between them
-    passing one on, while that makes the slowest rank faster, fewer ranks as slow, or the stages more even."""
+    """Better balanced cuts: a stage of the slowest rank hands a place to another stage, and each stage between the two
+    passes one on, as long as that makes the slowest rank faster, fewer ranks as slow, or the stages more even."""
     passed = np.concatenate(([0.0], np.cumsum(per_layer)))[list(places)]
     here = np.searchsorted(places, cuts)
     best = tuple(evenness(here[None], passed, frame)[0].tolist())
@@ -342,8 +343,8 @@ def evenness(cuts: Ints, passed: Floats, frame: Chunking) -> Floats:
 
 @lru_cache(maxsize=256)
 def _gained(frame: Chunking, of_stages: tuple[float, ...] | None = None) -> Floats:
-    """[boundary][rank] -> 1 where what moves up past the boundary comes to the rank, -1 where it goes from it; or what
-    it counts in the stage that it comes to and goes from."""
+    """[boundary][rank] -> what a rank gains if the boundary moves up by one place: 1 if the place comes to it, -1 if it
+    leaves it, 0 else. of_stages: [stage] -> what a place counts there, instead of 1."""
     worth = frame.holds * (1.0 if of_stages is None else np.array(of_stages))
     gained = np.zeros((frame.num_stages + 1, frame.num_ranks))
     gained[1:] += worth.T
@@ -353,7 +354,8 @@ def _gained(frame: Chunking, of_stages: tuple[float, ...] | None = None) -> Floa
 
 
 def _steps(passed: Floats, here: Ints) -> Floats:
-    """[down, up][boundary] -> what a move of it by one place hands on. passed: [place] -> what is before it."""
+    """[down, up][boundary] -> load before the boundary after a move by one place, less that now. passed: [place] ->
+    load before it."""
     inner, steps = here[1:-1], np.zeros((2, len(here)))
     at = passed[inner]
     steps[0, 1:-1], steps[1, 1:-1] = passed[inner - 1] - at, passed[inner + 1] - at
@@ -362,9 +364,9 @@ def _steps(passed: Floats, here: Ints) -> Floats:
 
 @lru_cache(maxsize=4096)
 def _ranges(frame: Chunking, rank: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """[move] of a place from a stage of a rank to another one, so near that every rank is reached: (the first of the
-    stages it goes through, the last of them, 1 where the boundaries between them move up, 0 where they move down, the
-    stage that gives)."""
+    """Moves that hand a place from a stage of a rank to another stage, as far away as it takes to reach every rank:
+    ([move] -> first of the stages that it goes through, last of them, 1 if the boundaries between them move up and 0 if
+    down, the stage that gives)."""
     down, up = [], []
     for stage in frame.stages(rank):
         down += [(stage, other, 0) for other in range(stage + 1, min(frame.num_stages, stage + frame.num_ranks + 1))]
@@ -441,8 +443,8 @@ class Known:
         return self._ranks[held]
 
     def _fitting(self, held: HeldStages) -> _Stages | None:
-        """Every layer takes its fastest option, or as many of all layers of the rank as it must go on to one that holds
-        less, those first that pay least for a byte."""
+        """The rank's stages with every layer at its fastest option, except that as many layers as memory asks for go on
+        to options that hold less, those first that pay the fewest seconds for a byte; None if that is not enough."""
         of_stages = [(step, place) for place, stage in enumerate(held) for step in self._steps(*stage)]
         of_stages.sort(key=lambda each: each[0].price)
         total = sum(step.layers for step, _ in of_stages)
@@ -498,8 +500,8 @@ class Known:
 
     @memo_by(lambda self, device, flights, run: (flights, id(self.prices.on(device).costs[run])))
     def _hull(self, device: int, flights: InFlight, run: int) -> list[int]:
-        """Options of a run, from the fastest on, each paying least for a byte beyond the one before. Rows of runs that
-        cost the same are one object."""
+        """Options of a run, by number, from the fastest on: each next one saves bytes over the one before at the fewest
+        seconds for a byte. Runs that cost the same have one list."""
         costs = self.prices.on(device).costs[run]
         seconds = [cost.microbatch_s for cost in costs]
         size = [_held_bytes(cost, flights) for cost in costs]
@@ -587,8 +589,9 @@ class Known:
         return self._busy[held]
 
     def _found_busy_s(self, held: HeldStages) -> float:
-        """What layers hold by their options is added up, beside the least transient. Layers that each take what costs
-        them least at some price of a byte cost no more than any choice that fits, less the price of the room."""
+        """What `least_busy_s` gives, worked out. Bytes of layers are added up by their options, beside the least
+        transient. At any price of a byte let every layer take what is cheapest, seconds and price of its bytes: less
+        the price of the room, that costs no more than any choice that fits."""
         fastest = [self._stage(*stage, self._fastest(*stage))[1] for stage in held]
         busy_s = sum(cost.microbatch_s for cost in fastest)
         if self.prices.shape.virtual_stages == 1:  # what is held depends on turns of passes
@@ -621,8 +624,8 @@ class Known:
         once_s: Sequence[float],
         cutoff_s: float,
     ) -> Assignment | None:
-        """The step by event simulation, or None if it is not below `cutoff_s`: not even what some rank waits for and
-        has to do may reach that."""
+        """The assignment with its simulated step, or None if the step is not below `cutoff_s`. It is simulated only if
+        what each rank waits for and has to do is below that, too."""
         shape: Shape = self.prices.shape
         forward_s, backward_s = [cost.forward_s for cost in costs], [cost.backward_s for cost in costs]
         passes = shape.schedule, forward_s, backward_s, once_s, shape.num_microbatches

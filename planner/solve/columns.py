@@ -58,9 +58,9 @@ class Prices(Protocol):
 
 @dataclass(frozen=True)
 class Work:
-    """What the stages of a pipeline share between them, where their devices are unequal: a layer of each run counts
-    `per_run`, all layers `whole`. Of it the other stages do at most others_rate in a second. pass_s: seconds that a
-    micro-batch takes at least through all stages."""
+    """Work that the stages of a pipeline share, where their devices are unequal: a layer of each run counts `per_run`,
+    all layers together `whole`. The stages on other devices do at most others_rate of it in a second. pass_s: least
+    seconds of a micro-batch through all stages."""
 
     per_run: Floats
     whole: float
@@ -211,8 +211,8 @@ class StagePrices:
         return seconds
 
     def _weight_bounds(self, in_flight: InFlight, some: Ints) -> Floats:
-        """[of these compositions] -> weight that its options have at least: memory at a price, the best of the prices
-        where two options of a run tie, for every pass."""
+        """[of these compositions] -> lower bound on the weight of its options: memory has a price, and the highest
+        bound counts, over all passes and all prices at which two options of a run tie."""
         counts, last_runs = self.chain.counts[some], self.chain.last_runs[some]
         weights = self._weights
         bounds: Floats = counts @ np.array(of_each(weights, np.min))
@@ -407,7 +407,8 @@ class StagePrices:
         return Choice(tuple(parts))
 
     def _quick_choice(self, composition: int, in_flight: InFlight) -> Choice:
-        """Options that a price of memory asks for, at the least price where they fit; those that hold least if none."""
+        """The options that are cheapest at a price of memory, at the lowest price at which they fit; if there is none,
+        those of the highest price."""
         item, held = self.chain.compositions[composition], self._passes_of(in_flight)[0].before
         runs = range(item.first_run, item.last_run + 1)
         ties = tie_prices([self._weights[run] for run in runs], [held[run] for run in runs])
@@ -467,8 +468,9 @@ class StagePrices:
         return self._passes[in_flight]
 
     def _order(self, run: int, in_flight: InFlight) -> list[int]:
-        """Options of a run in the order in which its layers take them, so that it holds least: those that pass through
-        most come first, when least is kept. What shrinks memory comes before all others, the lowest first."""
+        """Options of a run in the order in which its layers take them, so that its peak is lowest: those with the
+        largest transients come first, because their backward runs last, when least is kept. Before them come options
+        that hold more after their turn than until then, the lowest peak first."""
         passes = self._passes_of(in_flight)
         rise = passes[0].before[run] - passes[0].after[run]
         most = np.max([one.transient[run] for one in passes], axis=0)

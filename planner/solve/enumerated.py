@@ -1,8 +1,8 @@
 """All options of given cuts, where stages hold few layers: what fits, and the fastest of them by event simulation.
 
-Of a stage's options those remain that no others beat in every byte and second, of a rank's those that fit with their
-stages together. With the other ranks at their least times a rank's choice that takes too long is left out; of what
-remains every combination is played. So the best is found, and no plan with these cuts is faster.
+Of the choices of a stage those remain that no other beats in all bytes and all seconds; of a rank, those whose stages
+fit together. A rank's choice is left out if the step takes too long even with all other ranks at their least times.
+Every combination of what remains is simulated, so the best plan with these cuts is found, and none is faster.
 """
 
 import math
@@ -66,9 +66,9 @@ class Enumerated:
         self._ranks: dict[HeldStages, _RankChoices | None] = {}
 
     def best(self, cuts: Ints, below_s: float) -> tuple[Assignment | None, float]:
-        """(the fastest plan with these cuts if it is below so many seconds, seconds that none with them beats, at least
-        those where none is below them); (None, 0.0) where there are too many, or time is over. cuts: [stage] -> number
-        of the place."""
+        """(the fastest plan with these cuts if it takes less than `below_s`, else None, lower bound in seconds for all
+        plans with them, which is at least `below_s` if none takes less); (None, 0.0) where there are too many choices,
+        or time is over. cuts: [stage] -> number of the place."""
         compositions = [int(self.prices.chain.composition_of[a, b]) for a, b in pairwise(cuts)]
         ranks = []
         for stages in self.known.stages_of:
@@ -168,8 +168,8 @@ class Enumerated:
 
 
 def _cheapest(prices: StagePrices, composition: int, flights: InFlight) -> _StageChoices:
-    """The one choice of a rank's only stage that no other beats, if any fits: recompute makes nothing longer but the
-    backward, and the cheapest has the shortest."""
+    """The one choice of a rank's only stage that no other beats, if any fits: recompute lengthens nothing but the
+    backward, and the cheapest choice has the shortest one."""
     found = prices.cheapest(composition, flights)
     if found is None:
         return _StageChoices((), np.zeros((0, 6)))
@@ -190,12 +190,12 @@ def _row(cost: StageCost) -> tuple[float, ...]:
 
 
 def _least(rank: _RankChoices) -> _RankChoices:
-    """One choice that takes the least of each of a rank's."""
+    """An imaginary choice that has, in every number, the least of all choices of a rank."""
     return _RankChoices(rank.stages, rank.chosen[:1], rank.seconds.min(axis=0)[None], rank.once_s.min()[None])
 
 
 def unbeaten(table: Floats) -> NDArray[np.bool_]:
-    """[row] -> whether no other row is at most as large everywhere and smaller somewhere, nor the same before it."""
+    """[row] -> True unless another row is nowhere larger and somewhere smaller, or an earlier row is equal."""
     found = np.ones(len(table), dtype=bool)
     order = np.lexsort(table.T[::-1])
     kept: list[int] = []

@@ -54,7 +54,7 @@ SLOWEST = 4.0
 """Layouts that take longer than the best by this factor are no alternatives."""
 
 EAGER = 0.95
-"""While there is no plan, a node is taken as if it took this share of its seconds for each node above it in the tree:
+"""Until there is a plan, the seconds of a node are multiplied by this once for each node above it in the tree, so that
 what is nearly a plan is finished first. Tried with DeepSeek-V3 on 2,048 GPUs: 1, 0.95 and 0.9 give the first plan after
 6.7, 3.3 and 2.2 s of looking, and end the search after 16.9, 16.7 and 18.9 s."""
 
@@ -85,9 +85,9 @@ SOME = 3
 solved without being told, 510 with one, 673 with three; with one, a random chain got a plan that was 0.3% slower."""
 
 WIDE = 0.1
-"""A gap that a proof is worth more time for as long as it gets on: as it narrows by HELPS each time. Tried: from 2% on,
-DeepSeek-V3 on 2,048 GPUs took 12 s longer for 0.02 points, Llama-3.1-405B on 16,384 13 s for 1.2; gaps of 20 to 80% of
-short chains close with either."""
+"""While the gap is wider than this, a proof gets more time as long as it narrows the gap, by HELPS each time. Tried:
+from 2% on, DeepSeek-V3 on 2,048 GPUs took 12 s longer for 0.02 points, Llama-3.1-405B on 16,384 13 s for 1.2; gaps of
+20 to 80% of short chains close with either."""
 
 FIRST_GAPS = (0.05, 0.035, 0.025, 0.015)
 """Gaps that are closed for all shapes, one after the other, before NARROW is: time may end before all are. Tried,
@@ -260,8 +260,8 @@ class Explorer:
     def closer(
         self, prices: StagePrices | UnequalPrices, found: Solved | None, below_s: float, deadline_s: float
     ) -> tuple[Solved | None, float]:
-        """(the shape with better cuts than were found, if some are below so many seconds, seconds that no plan of it
-        beats)."""
+        """(the shape with better cuts than were found, None if no cuts take less than `below_s`, lower bound in seconds
+        for all its plans)."""
         shape = prices.shape
         below_s = below_s if found is None else found.seconds
         better, least_s = None, below_s if shape.pipeline == 1 else 0.0
@@ -303,7 +303,7 @@ class Explorer:
 
     @contextmanager
     def until(self, deadline_s: float) -> Iterator[None]:
-        """The best options are looked for until then."""
+        """While it lasts, the best options are looked for until this time, and after it some that fit."""
         for chain in self._chains:
             chain.deadline_s = deadline_s
         try:
@@ -460,7 +460,8 @@ class _Search:
             heapq.heapify(self._heap)
 
     def _put(self, node: Node, cutoff_s: float, depth: int = 0) -> None:
-        """Put a node with so many above it where it is taken in its turn, or with those that are left for the proof."""
+        """Put a node, which has `depth` nodes above it, on the heap of the search, or with those that are left for the
+        proof."""
         if node.guess >= cutoff_s:
             self._rest.append(node)
             return
@@ -471,9 +472,9 @@ class _Search:
         heapq.heappush(self._heap, (likely, order, node))
 
     def _guess_again(self, node: ShapeNode | ShapesNode) -> bool:
-        """Make the guess of shapes longer by what those of their family that were solved took longer than theirs, at
-        least, if those are some; whether that is news. Guesses leave open what whole layers and the order of passes
-        cost."""
+        """Whether the guess of these shapes has been raised: by the least factor by which solved shapes of their family
+        took longer than their own guesses, once SOME are solved. Guesses leave out what whole layers and the order of
+        passes cost."""
         seen = self._slower[node.family if isinstance(node, ShapeNode) else node.family.family]
         longer = min(seen) if len(seen) >= SOME else 1.0
         if longer <= node.slower:
@@ -510,9 +511,9 @@ class _Search:
             self._patient_until_s = time.monotonic() + self._patience_s
 
     def _prove(self) -> None:
-        """Raise the least bound of what is left until it is no wide gap below what was found, then until the gap is as
-        narrow as it gets in little time; then look for more cuts of shapes whose bounds leave a gap. Ends early when no
-        better plan was found for long; what is left then bounds the space."""
+        """Raise the least bound of what is left: first until the gap to the best plan is no longer wide, then until it
+        is as narrow as it gets in little time. Then look for more cuts of shapes whose bounds leave a gap. Ends early
+        when no better plan was found for long; what is left then bounds the space."""
         self._patient_until_s = max(self._patient_until_s, time.monotonic() + self._proof_s)
         rest, self._rest = [*self._rest, *(node for _, _, node in self._heap)], []
         self._heap = [(node.bound, next(self._order), node) for node in rest]
@@ -532,10 +533,10 @@ class _Search:
         return min(self._patient_until_s, self._deadline_s) if patient else self._deadline_s
 
     def _raise(self, gap: float, left_gap: float, whole_s: Sequence[float], deadline_s: float) -> bool:
-        """Take the node of the least bound, and its children in its place, until none is further below the best plan
-        than the gap; whether that is so. Where the bound of a shape that knows all cuts and options stays the least
-        after all that can be tried, the gap does not close, and little time is left for better plans. left_gap: to
-        which bounds are raised at a time, where that takes long; whole_s: as of `_try`."""
+        """Whether no bound is further below the best plan than the gap any more. Until then it takes the node of the
+        least bound, and puts its children in its place. If that is a shape which knows all cuts and options, and
+        nothing raises its bound, the gap does not close, and better plans are looked for during STUCK_S only. left_gap:
+        the gap to which bounds are raised at a time, where that takes long; whole_s: as of `_try`."""
         first = here = self._heap[0][0] if self._heap else 0.0
         started_s, closed = time.monotonic(), True
         tries: Counter[ShapeNode] = Counter()
@@ -567,9 +568,9 @@ class _Search:
     def _try(
         self, node: ShapeNode, tries: Counter[ShapeNode], whole_s: Sequence[float], gap: float, until_s: float
     ) -> bool:
-        """Raise the bound of a shape that knows all cuts and options, or find a better plan of it: by more cuts, then
-        by the integer program in so many seconds each time, as long as that helps; whether something was left to
-        try."""
+        """Whether something was left to try with a shape that knows all cuts and options: the integer program raises
+        its bound or finds a better plan, for the next of `whole_s` seconds each time, as long as that helps; after the
+        first time more cuts are looked at."""
         if tries[node] and not node.settled:
             self._solve(node, self._best)
             if not expired(until_s):

@@ -11,9 +11,10 @@ n[s,r,o] >= 0 is how many layers of run r stage s holds with option o (recompute
 the schedule's table (simulate.CriticalPath): its passes take at least that long in any step of that schedule, so T is
 below the simulated step of every plan of the shape, for all cuts and all options, as long as bytes, seconds and waits
 are no more than the plan's and rooms no less. Paths are added until the step of the solution is no longer than T, or T
-has reached what is asked for. A search first leaves programs whose next paths say little, and brings those to their end
-whose shapes leave a gap. Paths belong to schedule, ranks and micro-batches alone: those that had a price in the
-last program of a table are where the next one begins. Runs are `Chain.alike`: neighbours of one kind are one run.
+has reached what is asked for. At first a search stops a program once further paths raise T little; later it solves
+those to their end whose shapes leave a gap. Paths depend on schedule, ranks and micro-batches alone: a program begins
+with those that had a price in the last program of the same table. Runs are `Chain.alike`: neighbours of one kind are
+one run.
 
 Where kinds of layers take turns (three layers of one attention, then one of another), runs are as many as layers. The
 program without (order), and all layers of a kind as one run, says nearly as much, and takes a hundredth of the time on
@@ -55,7 +56,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 TIGHT = 3e-4
-"""Relative: a step that is no longer than that beyond T needs no further path."""
+"""Relative: if the step of the solution is longer than T by no more than this, no further path is needed."""
 
 MOST_ROUNDS = 100
 """Times that paths are looked for in one program, where it is not to be brought to its end."""
@@ -205,9 +206,9 @@ class FluidPipelines:
         in_order: bool = True,
         until_s: float | None = None,
     ) -> tuple[float, Floats]:
-        """(seconds that no step beats, or `enough_s` as soon as that is known to be less, [stage] -> layers that it
-        holds in the solution); infinite if the layers cannot be held. Where not all cuts and options take as long, what
-        is found is not always the most that could be: unless there is a time until which it is looked for.
+        """(lower bound in seconds for all steps, or `enough_s` as soon as the bound is known to reach that, [stage] ->
+        layers that it holds in the solution); infinite if the layers cannot be held. The bound is not always the
+        highest that the program has, unless `until_s` leaves time to find that.
 
         rooms: [rank] -> bytes; waits_s: [stage but the last] -> that it and the next one each wait at least for what
         crosses between them; least_end_s: seconds that a step takes after the last pass of any rank, beyond those of
@@ -258,10 +259,10 @@ class FluidPipelines:
         seconds: float,
         turns: Sequence[LayerTurns] = (),
     ) -> tuple[float, Floats | None]:
-        """(seconds that no step with whole layers beats, [stage] -> layers it holds in a solution below `below_s`, if
-        one was found): the program to its end, then the integer program, in so many seconds; first with whole layers on
-        every rank, which says most of it, then in every stage with every option. The bound is `below_s` where there is
-        no solution."""
+        """(lower bound in seconds for all steps with whole layers, [stage] -> layers that it holds in a solution below
+        `below_s`, None if none was found). The linear program is solved to its end, then the integer program, for
+        `seconds`: first with whole layers on every rank, which gives most of the bound, then in every stage with every
+        option. The bound is `below_s` if there is no solution."""
         end_s = min(time.monotonic() + TO_THE_END_S, self.deadline_s)
         least_s, _ = self.least_s(table, runs, rooms, waits_s, least_end_s, below_s, turns, until_s=end_s)
         if least_s >= below_s:
@@ -342,9 +343,10 @@ def least_of_many_s(
     least_end_s: Floats,
     scales: Sequence[float] = (1.0,),
 ) -> Floats:
-    """[shape] -> seconds that no step of shapes with the table beats, by the prices of others, the most that any of
-    them shows. flights: [stage] -> micro-batches; rooms: [rank][shape] -> bytes; waits_s, least_end_s: [stage but
-    the last][shape] and [shape], as of `least_s`; scales: of the prices of memory, any of which gives a bound."""
+    """[shape] -> lower bound in seconds for all steps of a shape with this table, by prices that were found for other
+    shapes: the highest that any of them gives. flights: [stage] -> micro-batches; rooms: [rank][shape] -> bytes;
+    waits_s, least_end_s: [stage but the last][shape] and [shape], as of `least_s`; scales: of the prices of memory, any
+    of which gives a bound."""
     rank_of, last = np.array(table.rank_of), table.num_stages - 1
     each = np.repeat(np.arange(len(prices)), len(scales))  # [price], at each of the scales
     scale = np.tile(np.array(scales), len(prices))
@@ -476,8 +478,8 @@ class _Program:
         return self.runs[run].count if busy_s <= 0 else min(self.runs[run].count, below_s / busy_s)
 
     def keep_options_whole(self, turns: Sequence[LayerTurns], rooms: Sequence[float], below_s: float) -> None:
-        """What ranks run again at least from now on where layers of the runs are whole; no rank has so many that a step
-        could not be below that."""
+        """From now on ranks run again at least what whole layers of these runs must; no rank holds more of them than a
+        step below `below_s` allows."""
         rank_of, last, inf = np.array(self.table.rank_of), self.table.num_stages - 1, highspy.kHighsInf
         ends = {s: self.runs[r] for s, r in ((0, 0), (last, len(self.runs) - 1)) if self.runs[r].count == 1}
         held = {s: float(end.bytes[s].min()) for s, end in ends.items()}
@@ -507,7 +509,7 @@ class _Program:
                 self._model.addRow(start_s / unit_s, inf, len(here), here, values)
 
     def leave_turns(self, turns: Sequence[LayerTurns], rooms: Sequence[float], below_s: float) -> None:
-        """Every rank leaves room for the turns of its layers from now on, where steps are below that.
+        """From now on every rank leaves room for the turns of its layers, in steps below `below_s`.
 
         What is there in the largest turn is no less than a mean of what is there in each, weighted by the seconds that
         the layers of an option take, which are no more than the step. Of the layers of a run in a stage all but one
@@ -551,8 +553,8 @@ class _Program:
                     self._hold(np.where(self.rank == rank, self.held, 0.0), room, room, {takes: beside})
 
     def _hold(self, each: Floats, room: float, most: float, beside: Mapping[int, float] | None = None) -> float:
-        """A row: what columns hold each, and those beside, is no more than `most` bytes. Returns what a byte is in it,
-        which counts in rooms of the rank."""
+        """Adds a row: what the columns hold, and those beside them, is no more than `most` bytes. Returns the value of
+        a byte in that row, whose unit is the room of the rank."""
         where = np.flatnonzero(each > 0)
         columns = np.append(where, list(beside or ())).astype(np.int32)
         scale = 1.0 / max(1.0, abs(room))
@@ -664,9 +666,9 @@ class _Program:
         return seconds, _sums(self.rank, self.amounts * self.once_s, self.table.num_ranks) + self.least_end_s
 
     def solve_with_paths(self, enough_s: float, until_s: float | None = None) -> float:
-        """Least T for all paths that were found, infinite if the layers cannot be held; it ends once T is `enough_s`,
-        once it is not likely to get there, and once some amounts have a shorter step; with `until_s` at that time
-        instead."""
+        """Least T with all paths that were found; infinite if the layers cannot be held. It ends once T is `enough_s`,
+        once it is not likely to get there, or once amounts are known whose step is shorter than `enough_s`; with
+        `until_s` at that time instead."""
         least_s, gained_s = 0.0, 0.0
         center, shortest_s = None, float("inf")
         number = 0

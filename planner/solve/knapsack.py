@@ -129,7 +129,8 @@ class _Tail:
 
 @dataclass(frozen=True)
 class _PackingCase:
-    """Rows of which the last has a single item with a single option, and what is known of them before any packing is.
+    """Rows to pack, of which the last has a single item with a single option, and what can be told of them before any
+    packing is known.
 
     rooms: [pass]. starting: [pass][option] -> what is held throughout, by the option that the very first item takes.
     One turn alone, that of the last item of a row in one of the passes, is a knapsack of `groups` and `room`, and
@@ -259,9 +260,9 @@ def lightest(
 def _lightest_of_case(case: _PackingCase, cutoff: float, deadline_s: float) -> Packing | None:
     """The packing of a case that is lightest and below `cutoff`.
 
-    First with one turn alone, which bounds it from below: if what that finds fits, it is the best; else the turn where
-    it lacks most room may bound it more. Then all packings up to a little more than that are looked through, then
-    further and further beyond what is known to be the least, until one fits: that is the best, as all lighter ones were
+    First a single turn is held to its room. That gives a lower bound; if its packing fits in all turns, it is the best.
+    Else the turn in which it lacks most room may give a higher bound. Then all packings up to a little above the bound
+    are looked through, and further and further above it, until one fits: that is the best, as all lighter ones were
     looked through.
     """
     least = -math.inf
@@ -396,7 +397,8 @@ def _options_of_one(case: _PackingCase, place: int, limit: float, free: Floats) 
 
 
 def _unbeaten_of_row(case: _PackingCase, place: int, table: Ints, deadline_s: float) -> Ints:
-    """Combinations of a row that no other is below in weight or in what it holds, and nowhere above."""
+    """Combinations of a row, without those that another one beats: lower in weight or in what it holds, and higher in
+    neither."""
     row = case.rows[place]
     begins = case.starting[:, np.argmax(table > 0, axis=1)].T if place == 0 else np.zeros(len(case.rooms))
     before, most = (held + begins for held in (table @ row.before.T, _most_inside(table, row)))
@@ -425,8 +427,8 @@ def _most_inside(table: Ints, row: Turns) -> Floats:
 
 
 def _unbeaten(points: Floats, deadline_s: float) -> Ints:
-    """Rows that no other is below in one column and nowhere above; of equal ones the first. In the order of their
-    columns: what beats a row stands before it, and for most rows right before it."""
+    """Rows, by number, that no other beats, being lower in some column and higher in none; of equal rows the first.
+    They are sorted by their columns, so that what beats a row stands before it, and mostly right before it."""
     order = np.lexsort(points.T[::-1])
     left, kept, before = points.T[1:, order], [], math.inf
     while BLOCK < len(order) < FALLING * before:
@@ -551,7 +553,8 @@ def _all_at(group: ItemGroup, option: int) -> Ints:
 
 
 def _enumerated(groups: list[ItemGroup], room: float, price: float, gap: float, deadline_s: float) -> Packing | None:
-    """The best packing among all whose reduced cost is within `gap`, as is what they leave of the room at its price."""
+    """The lightest of all packings whose reduced cost, plus the price of the room that they leave free, is at most
+    `gap`; None if there is none."""
     fewest = [group.count * float(group.memory.min()) for group in groups]
     largest = [group.count * float(group.memory.max()) for group in groups]
     known: dict[tuple[int, tuple[bytes, bytes]], Ints] = {}
@@ -602,7 +605,7 @@ def _reduced(group: ItemGroup, price: float) -> Floats:
 
 def _counts_within(group: ItemGroup, price: float, gap: float, least: float, most: float) -> Ints:
     """[combination][option] -> items, for the combinations of a group that hold at most `most` bytes, and whose reduced
-    cost is within `gap` together with the price of what they hold less than `least` bytes; without those that another
+    cost, plus the price of the bytes that they hold below `least`, is at most `gap`; without those that another
     beats."""
     reduced = _reduced(group, price)
     base = int(np.argmin(reduced))
@@ -630,8 +633,8 @@ def _counts_within(group: ItemGroup, price: float, gap: float, least: float, mos
 
 
 def _meeting(left: Ints, *limits: tuple[float, Floats]) -> tuple[Ints, Ints]:
-    """[combination] -> (least, most) of `left` items that may take an option, each adding a limit's first number up to
-    its second."""
+    """[combination] -> (least, most) of the `left` items that may take an option. limits: (what each such item adds,
+    [combination] -> what all of them may add at most)."""
     fewest, most = np.zeros(len(left)), left.astype(float)
     for each, room in limits:
         if each > 0:

@@ -50,8 +50,9 @@ class LeastWork:
         self._passes: dict[tuple[object, ...], dict[float, Floats]] = {}
 
     def passes_s(self, shape: Shape) -> Floats:
-        """[run] -> (least seconds of compute, tensor traffic and tokens sent to experts that one micro-batch is for a
-        layer on such devices, seconds of its forward without tensor traffic); least in the sum over all layers."""
+        """[run] -> (least seconds of a layer for one micro-batch on such devices: compute, tensor traffic and tokens
+        sent to experts, seconds of its forward without tensor traffic); they are the least in the sum over all
+        layers."""
         alone: Floats = self.passes_at_s(shape, [shape.samples])[0]
         return alone
 
@@ -79,9 +80,9 @@ class LeastWork:
         return np.array([known[each] for each in samples])
 
     def of(self, shape: Shape, room: float, offered: Offered = NO_EXTRAS) -> Least | None:
-        """What a family's layers take, whose shape has everything sharded over all data ranks; None if their memory
-        does not do. room: bytes that the allocator may hand out on one rank of every stage together. offered:
-        options of layers beyond the usual."""
+        """What the layers of a family take at least; None if even that does not fit in memory. shape: the family's,
+        with everything sharded over all data ranks. room: bytes that the allocator may hand out on one rank of every
+        stage together. offered: options of layers beyond the usual."""
         model, counts = self.model, self._counts
         state = state_bytes(shape, model.training)
         # With one micro-batch a gradient comes when its layer's activations go.

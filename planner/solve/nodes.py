@@ -57,7 +57,7 @@ class Solver(Protocol):
 
 
 class Node(Protocol):
-    """Some plans, none of which is faster than `bound` seconds, while the best of them are likely to take `guess`."""
+    """A set of plans: none takes less than `bound` seconds, and the best is likely to take `guess`."""
 
     bound: float
 
@@ -156,9 +156,9 @@ class FamilyNode:
 
 @dataclass
 class ShapesNode:
-    """Shapes of a family that are left, in the order of what they are likely to take. raised: whether that, and their
-    bounds, know memory; known: how many prices of their table (fluid.py) their bounds know. slower: times the first
-    guess that its guess is by now, as others of the family took longer than theirs."""
+    """The shapes of a family that are left, the one that is likely to be fastest first. raised: whether guesses and
+    bounds take memory into account; known: how many prices of their table (fluid.py) their bounds take into account.
+    slower: factor on the first guess by now, because other shapes of the family took longer than theirs."""
 
     bound: float
     guess: float
@@ -267,7 +267,7 @@ class ShapeNode:
             yield self
 
     def learn(self) -> bool:
-        """Raise the bound by what programs of other shapes have found prices for since; whether that helps."""
+        """Whether the bound could be raised, by prices that programs of other shapes have found since."""
         found, before = self.search.bounds.num_prices(self.family), self.bound
         if found > self.known:
             which = np.array([self.space.leaves(self.family).each.index(self._leaf)])

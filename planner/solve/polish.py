@@ -60,8 +60,9 @@ def num_cuts(prices: Prices) -> int:
 
 
 def best_of_all(prices: Prices, below_s: float, deadline_s: float) -> tuple[Assignment | None, float]:
-    """(the fastest plan of a pipeline below so many seconds whatever its cuts, if one was found, seconds that no plan
-    of the shape beats: those, or its, if that much is known in time)."""
+    """(the fastest plan of a pipeline that takes less than `below_s`, whatever its cuts, None if none was found, lower
+    bound in seconds for all plans of the shape: the step of that plan, or `below_s`, if there was time to look at all
+    cuts)."""
     known = Known(prices)
     options = Enumerated(known, deadline_s)
     found = _fastest(known, None, below_s, deadline_s)
@@ -102,8 +103,8 @@ def _fastest(known: Known, most: int | None, below_s: float, deadline_s: float) 
 
 
 def least_of_cuts_s(prices: Prices, known_s: float, enough_s: float) -> float:
-    """Seconds that no plan of a pipeline beats, whatever its cuts, where that is more than `known_s`; no more than
-    `enough_s` is looked for. What memory asks for is looked at for those whose step would be the shortest without."""
+    """Lower bound in seconds for all plans of a pipeline, whatever their cuts: at least `known_s`, and raised no
+    further than `enough_s`. Memory is looked at for the LIKELY cuts whose step would be the shortest without it."""
     known, least_s = Known(prices), enough_s
     for number, (cuts, cut_s) in enumerate(_shortest_first(prices)):
         if cut_s >= least_s or least_s <= known_s:
@@ -127,7 +128,8 @@ def _cuts_of_shape(prices: Prices) -> Ints:
 
 @kept
 def _every_least_s(prices: Prices) -> Floats:
-    """Looking for a bound, for a plan, and for the proof that there is none faster all begin from it."""
+    """[cuts] -> `_least_s` of all cuts; kept, as the search for a bound, for a plan and for the proof all begin with
+    it."""
     return _least_s(prices, _cuts_of_shape(prices))
 
 

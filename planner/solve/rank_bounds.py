@@ -7,12 +7,13 @@ has all its passes to do, and then
     without zero bubbles, the last backward passes those stages again,      T >= ahead[q] + m work[q](n[q]) + after[q]
     or its own layers reduce their gradients and the optimizer runs         T >= ahead[q] + m work[q](n[q]) + once[q]
 
-where a stage before it holds at least one layer, and work[q](n) knows what its memory makes n layers run again, in any
-shares: with a byte at a price each layer takes what it costs least there, and what that is less the price of the room
-is no more than the seconds, whatever the price. Each of its stages holds a layer at least, at the micro-batches that
-are in flight there, and the others may be where fewest are. Where it holds more layers than stages, two are in one
-stage, and one's gradients are reduced in the other's turn. All times grow with n, so the N-th least of all ranks' times
-for 1, 2, ... layers is the least time in which N layers find a place.
+where a stage before it holds at least one layer, and work[q](n) includes what memory makes n layers run again, in any
+shares. Memory has a price for that: let each layer take the option that is cheapest at some price of a byte; their sum,
+less the price of the room, is no more than the real seconds, whatever the price. Each stage of the rank holds at least
+one layer, with the micro-batches that are in flight there; further layers may be in the stage with the fewest. If there
+are more layers than stages, two are in one stage, and the gradients of one are reduced in the turn of the other. All
+times grow with n. So, of all ranks' times for 1, 2, ... layers, the N-th smallest is the least time in which N layers
+find a place.
 """
 
 from collections.abc import Sequence
@@ -148,7 +149,7 @@ def _again_s(
 
 
 def _nth(seconds: Floats, number: int) -> Floats:
-    """[shape] -> the so-manieth least of [rank][shape][layers]; infinite if there are fewer."""
+    """[shape] -> the `number`-th smallest of [rank][shape][layers]; infinite if there are fewer."""
     places = seconds.swapaxes(0, 1).reshape(seconds.shape[1], -1)
     if places.shape[1] < number:
         return np.full(len(places), np.inf)

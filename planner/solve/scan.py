@@ -153,14 +153,14 @@ def simulated_s(prices: Prices, assignment: Assignment) -> float:
 
 
 def least_by_ranks(prices: Prices, enough_s: float) -> tuple[float, Ints | None]:
-    """(seconds that no cuts and options of a pipeline with one stage per rank beat, [stage] -> numbers of the places
-    where its stages begin that may come near them); no more than `enough_s` is looked for, and nothing fits if the
-    seconds are infinite.
+    """(lower bound in seconds for all cuts and options of a pipeline with one stage per rank, [stage] -> numbers of the
+    places where stages begin in cuts that may come near it). The bound is raised no further than `enough_s`; it is
+    infinite if nothing fits.
 
     A step is no shorter than what each rank waits for and does (simulate.alone_s): the forwards of all ranks before it,
-    its own passes and waits, and, unless gradients of weights come last, the backwards of all before it. What the
-    stages before a place take at least is all that a stage there needs to know of them, so that whether a step of T is
-    possible is a walk from place to place.
+    its own passes and waits, and, unless gradients of weights come last, the backwards of all before it. All that a
+    stage needs to know of the stages before it is how long they take at least. So a walk from place to place of the
+    chain tells whether a step of T is possible.
     """
     shape, count = prices.shape, prices.shape.num_microbatches
     stages = [_RankedStage.of(prices, stage, enough_s) for stage in range(shape.pipeline)]

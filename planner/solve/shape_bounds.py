@@ -82,10 +82,10 @@ class Elements:
 
 @dataclass(frozen=True)
 class _Columns:
-    """What only leaves and degrees decide. alike: where among `shapes`, one for each leaf without its place, a leaf is;
-    degree: the same among `shards`, one shape for each shard degree; issuing: among `issued`, one for each way in which
-    the host issues layers. tensor, pipeline, context, expert: strides of those groups, as far as they lie apart on one
-    host. rates: of the collectives of data ranks."""
+    """What only leaves and degrees decide. alike: [leaf] -> index into `shapes`, one for all leaves that differ in
+    placement only; degree: [leaf] -> index into `shards`, one shape for each shard degree; issuing: [leaf] -> index
+    into `issued`, one for each way in which the host issues layers. tensor, pipeline, context, expert: strides of those
+    groups, as far as they lie apart on one host. rates: of the collectives of data ranks."""
 
     shapes: tuple[Shape, ...]
     alike: Ints
@@ -182,8 +182,8 @@ class ShapeBounds:
         return least_s
 
     def even_s(self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None) -> Floats:
-        """[shape] -> seconds that no cuts of a pipeline beat, whatever the schedule: the
-        mean over the ranks of what each has to do, after a place of the chain for every rank before."""
+        """[shape] -> lower bound in seconds for all cuts of a pipeline, whatever the schedule: the mean over the ranks
+        of the work of each, which begins after at least one place of the chain on every rank before it."""
         whole = replace(family, schedule="1f1b")
         key = leaves, whole, recompute or "none", reshard
         if key not in self._even:
@@ -208,7 +208,8 @@ class ShapeBounds:
         return np.array([self.model.compute(kind, family.frugal).backward_weight for kind in self.kinds])
 
     def least_ahead(self, pipeline: int) -> Floats:
-        """[kind] -> layers before the first stages of all ranks together, at least: a place for every rank before."""
+        """[kind] -> least number of layers before the first stage of a rank, summed over the ranks: every rank before
+        it holds at least one place of the chain."""
         if pipeline not in self._aheads:
             kinds = [self.kind_of_run[self.chain.run_of[:first]] for first in self.chain.places[:pipeline]]
             self._aheads[pipeline] = np.bincount(np.concatenate(kinds), minlength=len(self.kinds)).astype(float)

@@ -400,8 +400,8 @@ class Space:
 
     def _size_rule(self, micro_batch: int, context: int) -> str | None:
         """The rule that excludes a micro-batch beside a context degree, or None if it is legal. Where both have a
-        common divisor, the same ranks as data ranks hold as much of each micro-batch, shard as much, and exchange
-        less."""
+        common divisor, that many of the context ranks could be data ranks instead: they would hold as much of each
+        micro-batch, shard as much, and exchange less."""
         fewest = self.profile.smallest_micro_batch
         if micro_batch < fewest:
             return f"a batch norm of the model needs micro-batches of {fewest} samples"
@@ -632,7 +632,7 @@ def _context_kinds(profile: ModelProfile, training: TrainingSpec, pins: Pins) ->
 
 
 def _context_is_free(pins: Pins) -> bool:
-    """Whether the pins allow to have data ranks for context ranks, with smaller micro-batches."""
+    """Whether the pins leave it open to have data ranks, with smaller micro-batches, instead of context ranks."""
     pinned = pins.context, pins.sequence_ways, pins.micro_batch, pins.data_shard, pins.data_replicate
     return all(pin is None for pin in pinned) and not any(name == "data_shard" for name, _ in pins.most)
 

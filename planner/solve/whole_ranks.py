@@ -1,9 +1,9 @@
 """What ranks that hold several stages run again at least: exactly, each layer whole and with one option.
 
-With divided layers a rank runs half a layer again where its memory asks for a little more than one, and has room for
-the turn of a layer that is run again without being it. Here options are packed layer by layer: of all (bytes, seconds)
-that some layers can have, those are kept that no other beats in both. Where the largest turn is that of a layer with
-one option, the others have options whose turns are no larger, and the room is without that turn.
+If layers could be divided, a rank would run again just the fraction of a layer that its memory asks for, and leave room
+for that fraction of its turn. Here options are packed layer by layer: of all (bytes, seconds) that so many layers can
+have, those are kept that no other beats in both. That is done for each option whose turn may be the largest: the other
+layers then have options whose turns are no larger, and the room is less by that turn.
 """
 
 from collections.abc import Sequence
