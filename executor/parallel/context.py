@@ -46,8 +46,8 @@ class ContextParallel:
             yield
 
     def _again(self, forward: Callable[..., Any], given: Any) -> Callable[..., Any]:
-        """The forward of a checkpoint that the model calls, as backward repeats it: on tensors of which those that it
-        was given as arguments have lost their marks."""
+        """A forward that the model hands to checkpoint, so that backward can repeat it: its arguments, which have lost
+        their marks by then, are marked again."""
         marks = [mark_of(tensor) for tensor in _tensors_in(given)]
 
         def again(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ class ContextParallel:
         return Passage(self, module)
 
     def leave_alone(self, stage: nn.Module, modules: Iterable[str]) -> None:
-        """Let banks of experts, which treat each token by itself, do with the tokens that are here what they like."""
+        """Do not follow tokens inside these banks of experts, which treat each token by itself."""
         for name in modules:
             module = stage.get_submodule(name)
             module.forward = partial(run_token_by_token, module.forward)

@@ -22,9 +22,9 @@ from ...profiler.semantics.token_marks import mark_of, set_mark
 from .tensor_collectives import Awaited, PendingCollective, call
 
 LEAST_BYTES = 2**19
-"""Of a tensor that is summed over ranks: of a smaller one the sum takes no longer than the host needs for what is made
-here. A step of two CPU ranks took 1.03 and 1.04 times as long with it at 128 and 256 KiB, 0.96 and 0.98 times at 512
-and 1,024 (`python -m benchmarks.execution.delayed_weights`, torch 2.13)."""
+"""A tensor that is summed over ranks has at least so many: the sum of a smaller one takes no longer than the host needs
+for what is made here. A step of two CPU ranks took 1.03 and 1.04 times as long with it at 128 and 256 KiB, 0.96 and
+0.98 times at 512 and 1,024 (`python -m benchmarks.execution.delayed_weights`, torch 2.13)."""
 
 
 class _Slot:
@@ -128,13 +128,15 @@ def multiplied(x: torch.Tensor, weight: torch.Tensor, is_transposed: bool) -> to
 
 
 def _is_large(x: torch.Tensor) -> bool:
-    """By what is here of it, which modes that follow tokens do not tell."""
+    """Whether this rank's part of a tensor has LEAST_BYTES or more. Modes that follow tokens would tell the size of the
+    whole."""
     with torch._C.DisableTorchFunction():
         return x.nbytes >= LEAST_BYTES
 
 
 def _is_put_off(column: nn.Module, x: torch.Tensor) -> bool:
-    """Autocast would make another product of it; a weight that is not gathered yet will be another tensor."""
+    """Whether the gradient of a column's weight is put off: not under autocast, which would make another product of it,
+    nor while the weight is not gathered, for it will be another tensor then."""
     weight: torch.Tensor = column.weight  # type: ignore[assignment]
     is_here = weight.requires_grad and not isinstance(weight, DTensor)
     return is_here and x.ndim > 1 and not torch.is_autocast_enabled(x.device.type)

@@ -53,13 +53,13 @@ def drops(model: nn.Module) -> Drops:
 
 
 def _droppers(kind: type[nn.Module]) -> set[str]:
-    """What of it has to do with dropping, without methods."""
+    """Names in the code of a module's classes that speak of dropping, but for those of its methods."""
     return {word for word in _spoken(kind) if "drop" in word.lower() and not hasattr(kind, word)}
 
 
 def _spoken(kind: type[nn.Module]) -> set[str]:
-    """What a module's code, but for its constructor's, speaks of. What a constructor has inside (lambda x: dropout(x))
-    runs later."""
+    """Names in the code of a module's methods; of its constructor only those in functions that it makes (lambda x:
+    dropout(x)), which run later."""
     codes = [
         code
         for function in _functions(kind)

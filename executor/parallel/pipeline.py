@@ -156,7 +156,8 @@ class PipelineRunner:
         )
 
     def _before_backward(self, stage: StageModule, last: bool) -> None:
-        """Kept parameters stay gathered until gradients are reduced, which weights to be done later put off."""
+        """Keep parameters gathered until gradients are reduced, which is later where the backward for weights is a pass
+        of its own."""
         now = not self._splits and (last or self._plan.gradient_sync == "every")
         for unit, gives_back in stage.fsdp_units:
             ends_here = now and (gives_back or not self._reduces_late)
@@ -185,7 +186,7 @@ class PipelineRunner:
             self._replicas.arrived(self._stages.index(stage), parameters)
 
     def _after_weights(self, stage: StageModule, last: bool) -> None:
-        """And which would reduce gradients."""
+        """Reduce gradients after a backward for weights, which bypasses the hooks that would."""
         _reduce(stage, last, self._plan.gradient_sync == "every")
 
 

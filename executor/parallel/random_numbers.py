@@ -50,7 +50,7 @@ from .stage_module import StageModule
 _log = logging.getLogger("meshwright")
 
 _Place = tuple[str, int, bool]
-"""(layer module, call in this micro-batch, behind it): where in a forward something is drawn."""
+"""(layer module, call in this micro-batch, whether after it): where in a forward something is drawn."""
 
 KEEPS_ALL = "keeps_all"
 """Attribute of a dropout that is off, whoever calls it."""

@@ -169,7 +169,8 @@ def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any
 
 @contextmanager
 def _as_before(left: Taken) -> Iterator[None]:
-    """What a forward has changed holds again what it did before, and afterwards what it holds now."""
+    """While it lasts, what a forward has changed has its value from before that forward again; afterwards, that of
+    now."""
     after = taken(place for place, _ in left)
     put_back(left)
     try:

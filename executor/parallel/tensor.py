@@ -98,7 +98,8 @@ def apply_tensor_parallel(
 
 
 def _check_partial(layers: list[LayerPlan], layout: TensorLayout, plan: Plan) -> None:
-    """A gradient is a share on every tensor rank, or whole on every one; never a sum of both kinds."""
+    """Raises ValueError for a parameter whose gradient would be a sum of shares and of wholes: on every tensor rank it
+    must be a share, or whole."""
     whole = {n for layer in layers if not is_sliced(plan, layer) for n in layer.parameters}
     whole |= {n for names in plan.model.ties if whole & set(names) for n in names}
     for name in sorted(layout.partial & whole):
@@ -208,8 +209,8 @@ def _forgetting(inputs: Iterable[SharedInput]) -> Callable[..., None]:
 
 
 def _forgetting_behind_repetition(forward: Callable[..., Any], inputs: Iterable[SharedInput]) -> Callable[..., Any]:
-    """The forward of a part of a layer that is recomputed: what it read together with groups outside of the part, which
-    do not run again, is let go when its repetition ends, be it before its own end."""
+    """The forward of a part of a layer that is recomputed. When its repetition in backward ends, it forgets what it
+    read together with groups outside of the part, which do not run again; also if the repetition stops early."""
     every = list(dict.fromkeys(inputs))
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -127,8 +127,8 @@ def _filling_s(moving_s: Values, latency_s: float, rings: RingRates | None) -> V
 
 
 NETWORK_BASE_S = 3.13e-5
-"""Seconds of the smallest all-gather or reduce-scatter between hosts, but for its hops. Of all-reduces it is as fitted
-to the same; of one of the two, half is taken."""
+"""Seconds of the smallest all-gather or reduce-scatter between hosts, without its hops: half of what was fitted to
+all-reduces, which are one of each."""
 
 TREE_HOPS = 2.08
 """Hops of a ring in whose time a tree reaches twice as many hosts. Fitted to all-reduce over 2 to 1,024 hosts:

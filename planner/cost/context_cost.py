@@ -179,8 +179,8 @@ def pieces_s(
 
 
 COPIED = 4
-"""Times that what is exchanged all to all is moved on the device: its parts are put together by rank before it, and
-along another dimension behind it; a read and a write each."""
+"""Times that a tensor is moved on the device for an all-to-all exchange: its parts are put together by rank before it,
+and along another dimension after it; a read and a write each."""
 
 IN_BLOCKS: tuple[ContextKind, ...] = ("ring", "all_gather")
 """Kinds whose ranks attend to the keys of each rank in turn, and merge what they find."""

@@ -105,8 +105,8 @@ class Crossings:
 
     @memo_by(lambda _, shape: (work_of(shape), shape.pipeline, shape.virtual_stages))
     def _call_s(self, shape: Shape) -> float:
-        """Seconds that a device waits for the host to send a micro-batch through a stage: none where the host is as far
-        ahead after an average stage, for the device computes longer than it takes to issue."""
+        """Seconds that a device waits for the host to send a micro-batch through a stage: none if the host is at least
+        that far ahead after an average stage, whose kernels take longer than it takes to issue them."""
         ahead_s = sum(count * self._ahead_s(kind, shape) for kind, count in self._counts.items())
         return max(0.0, self._model.software.host_stage_s - ahead_s / (shape.pipeline * shape.virtual_stages))
 

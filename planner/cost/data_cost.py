@@ -69,5 +69,5 @@ def added_elements(gathered: Values, sharded_over: Values, every: Flag) -> Value
 
 
 def added_share(num_microbatches: int) -> float:
-    """Micro-batches that find gradients to add theirs to, of all."""
+    """Share of the micro-batches that add their gradients to those of earlier ones."""
     return 1 - 1 / num_microbatches

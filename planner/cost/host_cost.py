@@ -82,10 +82,10 @@ def sum_of(each: Iterable[Issued]) -> Issued:
 
 
 def left_in_queue(longer_s: Floats, shorter_s: Floats, layers: Floats) -> Floats:
-    """Share of what one side takes longer than the other in single passes that is left when they follow each other in
-    one queue: all passes of a micro-batch together take what the device computes, or what the host issues if that is
-    longer. longer_s, shorter_s: [..., pass, kind of layer] of either side. layers: [kind] -> how many there are.
-    [...] -> between 0 and 1."""
+    """In single passes one side, device or host, takes longer than the other: the share of those seconds that is left
+    when the passes follow each other in one queue. All passes of a micro-batch together take what the device computes,
+    or what the host issues if that is longer. longer_s, shorter_s: [..., pass, kind of layer] of either side. layers:
+    [kind] -> how many there are. [...] -> between 0 and 1."""
     single = (np.maximum(0.0, longer_s - shorter_s) @ layers).sum(axis=-1)
     left: Floats = ((longer_s - shorter_s) @ layers).sum(axis=-1)
     return np.maximum(0.0, left) / np.where(single > 0.0, single, 1.0)

@@ -146,7 +146,8 @@ class LayerPasses(JobModel):
         return more.device_s + max(0.0, more.wait_s - ahead_s)
 
     def least_again_s(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
-        """The same at least, however data is split: beside no hooks, and all that autocast may add."""
+        """Lower bound of `again_s`, however data is split: with the host as far ahead as it may be, without hooks and
+        with all the traffic that autocast may add."""
         found = self.compute(kind, shape)
         more, wider = found.again(recompute), AUTOCAST_TRAFFIC * self.training.is_mixed
         ahead = Issued(found.device_forward + wider * found.widened_forward, found.host_forward)
@@ -155,9 +156,9 @@ class LayerPasses(JobModel):
 
     @memo_by(lambda self, shape: self.issued_as(shape))
     def _left_in_queue(self, shape: Shape) -> tuple[float, float]:
-        """Share of what single layers wait for the host that a device with all layers waits, and of what the host is
-        ahead in single layers that it is in the end. What a stage of a pipeline hides depends on its layers, and is not
-        followed."""
+        """(share of the seconds which layers by themselves wait for the host that is left on a device with all layers,
+        the same share of the seconds by which the host is ahead). What a stage of a pipeline hides depends on its
+        layers, and is not followed."""
         if shape.pipeline > 1:
             return 1.0, 1.0
         issued = [self._issued(kind, shape) for kind in self.kinds_of_layers]

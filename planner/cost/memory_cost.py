@@ -17,11 +17,11 @@ class StateBytes:
     sharded_*: always there. gathered: of a compute copy. accumulated: what unsharded gradients, kept between
     micro-batches, take beyond their shards. root_gradients: of gradients that fully_shard's root reduces at the end of
     the backward; root_end: what that takes beyond their shards. new_gradient: for one parameter at a time, while its
-    gradient is being added to the one that is there (its compute copy is gone by then). copied_twice: what the sum over
-    layers of the copies that they hold has too much for an element that two layers of a stage read. gradients_stay:
-    they are there before the first backward, too. copies_stay: what is kept gathered is kept until the last
-    micro-batch. on_host: optimizer state is in the host's memory, and the step is done there. buffers: `gathered` and
-    `accumulated` are there whole, all step long.
+    gradient is being added to the one that is there (its compute copy is gone by then). copied_twice: what is too much
+    for an element that two layers of a stage read, when the copies that layers hold are added up. gradients_stay: they
+    are there before the first backward, too. copies_stay: what is kept gathered is kept until the last micro-batch.
+    on_host: optimizer state is in the host's memory, and the step is done there. buffers: `gathered` and `accumulated`
+    are there whole, all step long.
     """
 
     sharded_parameters: float

@@ -1,5 +1,5 @@
-"""Products beside the exchanges of tensor parallelism that a stack hides: which one hides what, and what it takes
-longer in the pieces that this needs."""
+"""Exchanges of tensor parallelism that a stack hides behind matrix products: which product hides which exchange, and
+how much longer it takes in the pieces that this needs."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

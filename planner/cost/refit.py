@@ -31,8 +31,8 @@ HUBER = 2.0
 
 ROUNDS = 8
 STEP = 0.05
-"""Change of a logarithm for its derivative, at least. The first rounds look as far as a constant's spread, for some are
-seen only from afar: a launch counts where it is longer than its kernel."""
+"""Least change of a logarithm from which a derivative is taken. The first rounds change a constant by its spread,
+because small changes of some show nothing: a launch counts only where it is longer than its kernel."""
 
 COMPUTE = ("matmul", "attention", "memory traffic", "optimizer", "launch")
 """Constants of what a device computes, of which a rank without its peers speaks, too."""
@@ -158,13 +158,14 @@ def most_open(
     noise: float = NOISE,
     exchanged: Sequence[MeasuredCollective] = (),
 ) -> list[int]:
-    """Which of the other plans of a model to measure beside the known ones, at most so many, before constants are
-    fitted to their steps: one after another that whose step all before it would leave most open, as long as that is
-    more open than the noise. names, noise, exchanged: as of `refit`.
+    """Indices of the other plans of a model, at most `most`, that are worth measuring beside the known ones before
+    constants are fitted to their steps. They are chosen one after another: each time the plan whose step would be the
+    least certain after those before it were measured, as long as it is less certain than the noise. names, noise,
+    exchanged: as of `refit`.
 
-    Constants are taken to be off by their spreads, each by itself, and the logarithms of steps to follow theirs in
-    straight lines: then the ones measured leave the covariance (spreads^-2 + slopes' slopes / noise^2)^-1. (The greedy
-    choice of a G-optimal design.)
+    Constants are taken to be off by their spreads, independently, and the logarithms of steps to be linear in theirs.
+    Then the plans that are measured leave the covariance (spreads^-2 + slopes' slopes / noise^2)^-1. (The greedy choice
+    of a G-optimal design.)
     """
     runs = [MeasuredStep(plan.label, plan, profile, math.nan) for plan in (*known, *others)]
     knobs = [knob for knob in KNOBS if names is None or knob.name in names]

@@ -253,8 +253,9 @@ def critical_paths(
     weight_s: Sequence[float],
     longer_than_s: float = 0.0,
 ) -> list[CriticalPath]:
-    """The longest path to the end of every rank that is longer than so many seconds, the longest first: of long tables
-    in rounds, of those that spend the rounds between filling and emptying the pipeline on one rank."""
+    """For every rank the longest path that ends on it, if it is longer than `longer_than_s`; the longest first. In long
+    tables that run in rounds, only those paths count that stay on one rank between filling and emptying the
+    pipeline."""
     num_ranks, num_stages = len(once_s), len(forward_s)
     cut = _cut(schedule, num_ranks, num_microbatches, num_stages // num_ranks, STEADY * num_ranks)
     seconds = _durations(schedule, forward_s, backward_s, weight_s)
@@ -349,8 +350,8 @@ def least_step_s(
     num_microbatches: int,
     busy_s: Sequence[float] | None = None,
 ) -> float:
-    """Seconds of one step that no order of passes beats, by what each rank waits for and has to do. busy_s: [rank] ->
-    seconds that it computes for a micro-batch, if not those of its stages.
+    """Lower bound in seconds of one step, for all orders of passes, by what each rank waits for and has to do. busy_s:
+    [rank] -> seconds that it computes for a micro-batch, if not those of its stages.
 
     A rank begins when the first micro-batch has passed all ranks before it, and then has all micro-batches of all its
     stages to do. Unless gradients of weights come last, the last backward has those ranks still before it, and then the

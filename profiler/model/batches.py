@@ -49,8 +49,8 @@ def with_counting(loaded: LoadedModel, tensors: Sequence[BatchTensor]) -> tuple[
 
 
 def counts_rows(loaded: LoadedModel, one: Batch, two: Batch) -> bool:
-    """Whether some numbers of a batch count rows of all its samples, of which one and two are given here: such a batch
-    is not that of one sample several times."""
+    """Whether some integers of a batch count rows of all its samples, by batches of one and of two samples: then the
+    batch of two is not that of one given twice."""
     few, more = named_tensors(one), named_tensors(two)
     shapes = [
         (name, zip(x.shape, more[name].shape, strict=True)) for name, x in few.items() if x.dim() == more[name].dim()

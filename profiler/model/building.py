@@ -13,8 +13,9 @@ from ..running.held_tensors import HeldTensors, keep_hooks
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """The module, without memory. A constructor that looks at numbers it has made (`.item()`, an assertion) has none to
-    look at on the meta device: then all but the parameters are real, or, if it looks at these, they are while it runs.
+    """The module, built without memory. A constructor that looks at numbers it has made (`.item()`, an assertion) finds
+    none on the meta device: then all tensors but the parameters are real; if it looks at parameters, these are real,
+    too, while it runs.
     """
     try:
         with torch.device("meta"):
@@ -34,10 +35,10 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def in_training(module: nn.Module) -> nn.Module:
-    """The module in the mode in which it is trained: as its constructor leaves it, so that what is frozen by .eval()
-    inside of it stays so, but for what a train() of its own does (keep batch norms frozen), which every training loop
-    calls; all of it in training mode where it is handed over in evaluation mode, as by from_pretrained. Raises
-    ValueError for what has no modes.
+    """The module in the mode in which it is trained. Modes are as its constructor leaves them, so that parts which
+    .eval() has frozen stay so; a train() of its own (one that keeps batch norms frozen) is called, as every training
+    loop does. A module that is handed over in evaluation mode, as by from_pretrained, is put into training mode as a
+    whole. Raises ValueError for what has no modes.
     """
     if not module.training:
         return module.train()
@@ -50,10 +51,10 @@ def in_training(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def in_evaluation(module: nn.Module) -> Iterator[None]:
-    """While it lasts the module is in evaluation mode; then modes are as they were, and what a train() of its own does
-    (takes adapters out of the weights that it has merged them into) is done. Torch's fast path of nn.TransformerEncoder
-    is off: it hands nested tensors from layer to layer, which nothing sends, and reads weights past the layers that
-    gather them."""
+    """While it lasts the module is in evaluation mode. Afterwards modes are as they were, and a train() of its own is
+    called (one that takes merged adapters out of the weights again). Meanwhile torch's fast path of
+    nn.TransformerEncoder is off: it hands nested tensors from layer to layer, which cannot be sent, and reads weights
+    without calling the layers that gather them."""
     modes = [(part, part.training) for part in module.modules()]
     was_fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -141,8 +142,8 @@ def _without_numbers(module: nn.Module) -> nn.Module:
 
 
 def without_compiler(root: nn.Module) -> nn.Module:
-    """The module with those inside that were given to torch.compile as they were before: hooks, stages and fake tensors
-    go between layers, where a compiled whole has no place for them. Layers are compiled by the plan's software."""
+    """The module without torch.compile around modules inside of it: hooks, stages and fake tensors go between layers,
+    where a compiled whole has no place for them. If the plan's software compiles, it compiles layers."""
     modules = (torch._dynamo.OptimizedModule,) if "torch._dynamo" in _loaded() else ()
     while isinstance(root, modules):
         root = root._orig_mod

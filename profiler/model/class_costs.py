@@ -122,10 +122,11 @@ def _parts(layer: Layer, whole: Sequence[Observation]) -> tuple[LayerPart, ...]:
 
 
 def _whole_runs(run: Callable[[int], Observation], forward: tuple[str, ...]) -> list[Observation]:
-    """Runs of a layer at two batch sizes: one and two samples, or two and three where one sample is copied less often
-    (a transposed batch of one is as contiguous as before), which no other batch would follow.
+    """Runs of a layer at two batch sizes: one and two samples, or two and three if one sample is copied less often (a
+    transposed batch of one stays contiguous), so that other batches would not follow from it.
 
-    forward: what works in that of one sample, where that is known: then one is not run backward if that shows it.
+    forward: operators that do work in the forward of one sample, if they are known: where they differ from those of two
+    samples, one sample is not run.
     """
     two = run(2)
     if forward and forward != working(forward_ops(two)):

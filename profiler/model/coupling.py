@@ -1,5 +1,5 @@
 """Whether the samples of a batch see each other, in the loss or in the gradients that hooks and functions of the model
-make of it: then a micro-batch is part of what is trained, not only how."""
+make of it: then the size of a micro-batch changes what is trained, and not only how."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -195,9 +195,9 @@ def _seen(loaded: LoadedModel, draws: int, banks: Iterable[str], takes_one: bool
 
 @contextmanager
 def _calls_of(banks: Iterable[str], module: nn.Module) -> Iterator[list[str]]:
-    """Yields the names of those banks of experts that, while it lasts, return something else for the first half of the
-    tokens that they are given when they are given no others: experts take their pick of all tokens, or have room for so
-    many."""
+    """Yields a list that fills, while it lasts, with the names of those banks of experts that return something else for
+    the first half of their tokens when they are given no others: their experts choose among all tokens, or have room
+    for only so many."""
     differing: list[str] = []
 
     def look(name: str, bank: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -299,8 +299,8 @@ def _in_pairs(two: "_RealRun", alone: "list[_RealRun]", shares: list[float]) -> 
 def _share_of_first(
     own: dict[str, torch.Tensor], first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], expected: float
 ) -> float | None:
-    """What the first half has of a batch whose gradient is a mean of its halves' with another share than expected; None
-    if it is no such mean."""
+    """Share of the first half, if the gradient of a batch is a weighted mean of those of its halves, but not with the
+    expected share; None if it is no such mean."""
     whole, a, b = (torch.cat([each[name].flatten() for name in own]) for each in (own, first, second))
     apart = float((a - b).norm())
     if not apart:
@@ -414,8 +414,8 @@ def _own(leaf: Any) -> Any:
 
 
 class _BatchNormsApart:
-    """While it lasts batch norms normalise every run by what the first saw of its batch, in the order of their calls:
-    so that samples see each other in them no more, and what comes after is given numbers as large as in training."""
+    """While it lasts, batch norms normalise every run by the statistics of the first run, call by call. So samples no
+    longer see each other in them, and later layers get numbers as large as in training."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -114,7 +114,8 @@ def _as_one(ops: Sequence[Op], by_sample: Collection[_Alike]) -> Iterator[Op]:
 
 
 def _aligned_by_name(runs: Sequence[list[Op]]) -> list[tuple[Op, ...]]:
-    """The how-manieth operator of a name in a module stands for itself; one that is missing in a run costs nothing."""
+    """Operators of all runs, matched by name, module and number among those of this name there; one that is missing in
+    a run costs nothing in it."""
     tables: list[dict[tuple[str, str, OpPart, int], Op]] = []
     order: dict[tuple[str, str, OpPart, int], None] = {}
     for ops in runs:

@@ -147,8 +147,8 @@ def _join_written_parts(watch: ChainWatch, found: LayerSpans) -> None:
 
 
 def _join_changed_objects(watch: ChainWatch, found: LayerSpans) -> None:
-    """What layers do to an object beside the activations never comes about in stages without them: join all from the
-    first that does so on."""
+    """Join all layers from the first one on that changes an object other than the activations: stages without that
+    layer would never see the change."""
     changers, last = watch.inputs.changers, len(watch.events) - 1
     for i, event in enumerate(watch.events):
         kind, name, _ = event.key
@@ -162,7 +162,8 @@ def _join_changed_objects(watch: ChainWatch, found: LayerSpans) -> None:
 
 
 def _join_read_aside(watch: ChainWatch, found: LayerSpans) -> None:
-    """Stages without a layer have what it returns, and not what it has put somewhere."""
+    """Join layers with those that read what they put aside: a stage without a layer has what it returns, but nothing
+    else."""
     for i, event in enumerate(watch.events):
         kind, name, _ = event.key
         if kind == "module" and name in watch.inputs.read_aside:

@@ -201,9 +201,9 @@ def _of_few_tokens(
 def _by_values(
     loaded: LoadedModel, decision: str, lengths: bool, progress: Progress, cuts: bool, draws: bool
 ) -> ModelProfile:
-    """Profile of a model that decides by numbers which nothing but its weights give: of its choices by scores taken as
-    even, where they decide only how many rows each expert gets (or the model is too large for more); else of real
-    numbers. draws: it decides by Python's or numpy's random numbers."""
+    """Profile of a model that decides by numbers that only its weights can give. If these decide no more than how many
+    rows each expert gets (or the model is too large for real numbers), choices are taken to be even; else it is run on
+    real numbers. draws: it decides by Python's or numpy's random numbers."""
     elements = sum(parameter.numel() for parameter in fake_model(loaded, torch.float32).module.parameters())
     even, first = (replace(loaded, choices=choices) for choices in _CHOICES)
     note = (
@@ -268,7 +268,8 @@ def _on_real_tensors(
 
 
 def _profile(fake: FakeModel, *given: Any) -> ModelProfile:
-    """As _profiled has it; what the code of the model and of its loss counts and draws meanwhile is as before."""
+    """The profile that `_profiled` makes; whatever the code of the model and of its loss counts and draws meanwhile is
+    put back."""
     with undone(fake.module, fake.loaded.loss):
         return _profiled(fake, *given)
 
