@@ -199,8 +199,8 @@ Risk = Annotated[
         "--memory-risk",
         metavar="SHARE",
         parser=RISK.read,
-        help=f"how likely a plan may run out of memory, by what published runs used (default: {USUAL_RISK:g}; where "
-        "there are none of the kind, as much is left free, and 5% on CPUs)",
+        help=f"how likely a plan may run out of memory, judged by published runs (default: {USUAL_RISK:g}; where there "
+        "are none of the kind, as much memory is left free as if there were, and 5% on CPUs)",
     ),
 ]
 Pin = Annotated[

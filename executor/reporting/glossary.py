@@ -153,6 +153,15 @@ TERMS = (
     ),
     Term("schedule", "The order in which the ranks of a pipeline run forwards and backwards: GPipe, 1F1B, ZB-V, ..."),
     Term("replica", "A whole copy of the model, or of a pipeline stage, with samples of its own.", ("replicas",)),
+    Term(
+        "fake tensors",
+        "PyTorch's tensors with shapes and dtypes, but without numbers: a model runs on them without memory or a GPU.",
+    ),
+    Term(
+        "decides by values",
+        "Said of a model whose code asks for numbers in its tensors, as an early exit does: what it computes "
+        "depends on the data.",
+    ),
     Term("shard", "A rank's part of a tensor that several ranks hold together.", ("shards", "sharded")),
     Term(
         "set-up",
