@@ -104,7 +104,7 @@ def failed_run(source: str, attributes: Mapping[str, str], if_not_run: str, erro
         return ValueError(failure_of(f"the forward, loss or backward of {source}", error))
     place = place_of(error)
     name = error.name if isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor) else None
-    if name in attributes:
+    if name is not None and name in attributes:
         return ValueError(
             f"the forward of {source} reads {name} of {attributes[name]} ({place}), in whose place another tensor "
             "stands under sharding and in mixed precision: keep it on the module"
