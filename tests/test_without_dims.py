@@ -312,7 +312,7 @@ def _by_dims(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _refused(plan: Plan) -> str:
-    with pytest.raises(ValueError, match="no dims") as refusal:
+    with pytest.raises(ValueError, match="without dims") as refusal:
         parallelize(ScaledNet, plan, _by_dims, loss=loss)
     return str(refusal.value)
 
