@@ -1,6 +1,6 @@
 """Step times predicted from `plan calibrate` beside measured ones, calibrated and measured in turns on this machine.
 
-python -m benchmarks.accuracy.calibrated.paired [PAIRS]
+python -m benchmarks.accuracy.calibrated [PAIRS]
 
 Beside the wall time of a step, also the CPU time of the rank's own thread: what it computed, without waiting for others
 (gloo works in threads of its own) and without the time that other processes had the core. On an idle machine a step of
@@ -8,7 +8,6 @@ one rank takes just that.
 """
 
 import datetime
-import json
 import os
 import statistics
 import sys
@@ -31,8 +30,8 @@ from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.trace import trace
 
-FOLDER = Path(__file__).parent
-MODELS = FOLDER.parent.parent / "models"
+RESULT = Path(__file__).parent / "results" / "calibrated.md"
+MODELS = Path(__file__).parent.parent / "models"
 CASES = (
     ("train_gpt", 1, 16, ("ddp",)),
     ("train_gpt", 2, 16, ("ddp", "fsdp", "tp=2", "pp=2")),
@@ -108,7 +107,7 @@ def pair(number: int) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: one line per model, ranks and set-up, medians over the pairs."""
     lines = [
-        f"`python -m benchmarks.accuracy.calibrated.paired`, {datetime.date.today().isoformat()}, "
+        f"`python -m benchmarks.accuracy.calibrated`, {datetime.date.today().isoformat()}, "
         f"torch {torch.__version__}, {os.cpu_count()} shared cores",
         "",
         "| model | ranks | set-up | step: preset (ms) | predicted (ms) | wall (ms) | error by pair "
@@ -133,10 +132,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main(pairs: int) -> None:
-    """Measure, print and write results.json and results.md."""
+    """Measure, print and write the table."""
     rows = [row for number in range(pairs) for row in pair(number)]
-    (FOLDER / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (FOLDER / "results.md").write_text(table(rows))
+    RESULT.write_text(table(rows))
     print(table(rows))
 
 
