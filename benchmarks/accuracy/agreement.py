@@ -282,7 +282,6 @@ def memory_rows(predicted: Estimate, ranks: Sequence[Played]) -> list[dict[str, 
             "planned": predicted.memory[rank.stage].allocated_bytes,
             "counted": rank.peak_bytes,
             "off": off(predicted.memory[rank.stage].allocated_bytes, rank.peak_bytes),
-            "items": predicted.memory[rank.stage].items,
         }
         for rank in ranks
     ]

@@ -1,7 +1,6 @@
-"""Tables of predicted against real numbers: printed, and written to results/ as Markdown and JSON."""
+"""Tables of predicted against real numbers: printed, and written to results/ as Markdown."""
 
 import datetime
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,11 +42,8 @@ def publish(checks: Sequence[Check]) -> int:
         for note in check.notes:
             console.print(f"note: {note}", highlight=False)
     name = checks[0].name
-    head = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "torch": torch.__version__}
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.md").write_text(_markdown(name, head, checks))
-    document = {**head, "tables": [{"title": c.title, "verdict": c.verdict, "rows": list(c.rows)} for c in checks]}
-    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text(_markdown(name, checks))
     return 0 if all(check.passed for check in checks) else 1
 
 
@@ -79,7 +75,7 @@ def _text(value: Any, unit: str) -> str:
 
 
 def _scaled(value: float, step: int, prefixes: Sequence[str]) -> str:
-    """Four significant digits and a prefix; the exact number is in the JSON."""
+    """Four significant digits and a prefix."""
     scale = 0
     while abs(value) >= step and scale < len(prefixes) - 1:
         value, scale = value / step, scale + 1
@@ -99,8 +95,9 @@ def _heading(heading: str, unit: str) -> str:
     return f"{heading} ({unit})" if unit in ("FLOP", "s") else heading
 
 
-def _markdown(name: str, head: Mapping[str, str], checks: Sequence[Check]) -> str:
-    lines = [f"`python -m benchmarks.accuracy.{name}`, {head['date']}, torch {head['torch']}"]
+def _markdown(name: str, checks: Sequence[Check]) -> str:
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    lines = [f"`python -m benchmarks.accuracy.{name}`, {date}, torch {torch.__version__}"]
     for check in checks:
         lines += ["", f"## {check.title}", "", f"Target: {check.target}. {check.verdict}.", ""]
         lines.append("| " + " | ".join(_heading(h, unit) for h, unit in check.columns.items()) + " |")

@@ -11,11 +11,10 @@ made on the way, which takes torch.
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.planner.answers.search import search
@@ -181,7 +180,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose names hold these words")
     parser.add_argument("--chains", type=int, default=0, help="so many random chains in place of the ten cases")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of each search")
-    parser.add_argument("--out", type=Path, help="folder for stability.md and stability.json")
+    parser.add_argument("--out", type=Path, help="folder for stability.md")
     given = parser.parse_args()
     rows, words = [], f' --only "{given.only}"' if given.only else ""
     found = (row_of(case, given.limit) for case in CASES if given.only in case.name)
@@ -196,7 +195,6 @@ def main() -> int:
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
         (given.out / "stability.md").write_text(text)
-        (given.out / "stability.json").write_text(json.dumps([asdict(each) for each in rows], indent=1) + "\n")
     return int(10 * sum(bool(each.flips) for each in rows) > len(rows))
 
 

@@ -13,7 +13,6 @@ one in the whole space. Where time runs out, the best so far is the answer, and 
 """
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import sys
@@ -21,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -335,7 +334,7 @@ def _shown(each: Beside) -> str:
 def main() -> int:
     """Exit code 0 if no pick of ours is more than 1% slower than theirs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder for experts.md and experts.json")
+    parser.add_argument("--out", type=Path, help="folder for experts.md")
     parser.add_argument("--only", default="", help="rows whose id holds this")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, metavar="S", help="of each search")
@@ -354,8 +353,6 @@ def main() -> int:
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "experts.md").write_text(text)
-        rows = ",\n".join(json.dumps(asdict(each)) for each in found)
-        (arguments.out / "experts.json").write_text(f"[\n{rows}\n]\n")
     return int(any((each.ratio or 0.0) > MOST_SLOWER for each in found))
 
 

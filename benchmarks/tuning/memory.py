@@ -17,7 +17,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from meshwright.profiler.machine.cluster import Device, cluster_of, load_device
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.trace import trace
 
-RESULTS = Path(__file__).with_name("results") / "memory"
+RESULTS = Path(__file__).with_name("results")
 ZOO = Path(__file__).parent.parent / "models"
 RANKS, GLOBAL_BATCH, SEQ_LEN = 2, 8, 256
 CLOSE = 0.03
@@ -188,15 +188,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--keep-heap", action="store_true", help="let glibc keep what is freed, as it does by itself")
-    parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if not arguments.keep_heap:
         os.environ.update(HEAP)
-    output = arguments.output or (RESULTS.with_name("memory_keep_heap") if arguments.keep_heap else RESULTS)
+    file = arguments.output / f"memory{'_keep_heap' if arguments.keep_heap else ''}.md"
     device = load_device("cpu")
     found: list[tuple[str, MeasuredMemory]] = []
     rows: list[Row] = []
-    output.mkdir(parents=True, exist_ok=True)
+    arguments.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.models:
             found += seen(name, device, Path(folder))
@@ -205,8 +205,7 @@ def main() -> int:
             heap = "glibc's heap kept" if arguments.keep_heap else "freed blocks given back"
             where = f"two CPU cores that others used, too, load {load}, torch {torch.__version__}, {heap}"
             table = markdown(rows, where)
-            (output / "memory.md").write_text(table)
-            (output / "memory.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+            file.write_text(table)
             print(table, flush=True)
     return 0 if rows else 1
 
