@@ -15,8 +15,7 @@ from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -184,24 +183,6 @@ class _Vocabulary(nn.Module):
 def _cut(linear: nn.Module, dim: int, group: dist.ProcessGroup) -> None:
     part = linear.weight.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
     linear.weight = nn.Parameter(part.detach().clone())
-
-
-def styles_and_fsdp(config: LlamaConfig, num_microbatches: int, tensor: int) -> Step:
-    """torch's own tensor-parallel styles, which compute on DTensors, with fully_shard around."""
-    model = _built(config)
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // tensor, tensor), mesh_dim_names=("data", "tensor"))
-    ends = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh["tensor"], ends)
-    for layer in model.model.layers:
-        columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-        rows = ("self_attn.o_proj", "mlp.down_proj")
-        styles = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
-        parallelize_module(layer, mesh["tensor"], styles)
-    _shard(model, mesh["data"])
-    return _accumulated(model, num_microbatches)
 
 
 def collectives_and_fsdp(

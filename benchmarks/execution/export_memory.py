@@ -10,7 +10,6 @@ device they would be.
 
 import argparse
 import datetime
-import json
 import sys
 import time
 from pathlib import Path
@@ -110,7 +109,6 @@ def main() -> int:
         rows.append(run(name))
         print(_markdown(rows[-1:]).splitlines()[-1], flush=True)
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "export_memory.json").write_text(json.dumps(rows, indent=1) + "\n")
     (RESULTS / "export_memory.md").write_text(_markdown(rows))
     return int(any(row["peak_bytes"] - row["shard_bytes"] > ALLOWED_BYTES for row in rows))
 

@@ -9,7 +9,6 @@ code: the order of magnitude is what carries over (STAGE_S of planner/cost/softw
 """
 
 import itertools
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -121,7 +120,6 @@ def main() -> int:
     ]
     print("\n".join(table))
     (RESULTS / "host_time.md").write_text("\n".join(table) + "\n")
-    (RESULTS / "host_time.json").write_text(json.dumps({"alone_ms": 1e3 * alone_s, "schedules": rows}, indent=1) + "\n")
     return 0
 
 

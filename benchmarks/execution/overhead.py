@@ -76,12 +76,12 @@ CASES = (
         lambda c: by_hand.collectives_and_fsdp(c, 2, 2, torch.bfloat16),
         precision="bf16",
     ),
-    *(
-        Case(name, 4, {"data_shard": 2, "tensor": 2, "num_microbatches": 2}, loop, reshard=True)
-        for name, loop in (
-            ("TP 2 + FSDP2, torch's styles", lambda c: by_hand.styles_and_fsdp(c, 2, 2)),
-            ("TP 2 + FSDP2, own collectives", lambda c: by_hand.collectives_and_fsdp(c, 2, 2)),
-        )
+    Case(
+        "TP 2 + FSDP2, own collectives",
+        4,
+        {"data_shard": 2, "tensor": 2, "num_microbatches": 2},
+        lambda c: by_hand.collectives_and_fsdp(c, 2, 2),
+        reshard=True,
     ),
     Case(
         "1F1B",
