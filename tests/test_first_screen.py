@@ -241,7 +241,7 @@ def test_every_hard_word_of_the_screen_is_in_the_glossary(capsys: pytest.Capture
         ["llama31_405b", "--gpus", "16384", "-b", "2048"],
         ["deepseek_v3", "--gpus", "2048", "-b", "15360", "-s", "4096"],
         ["llama3_70b", "--gpus", "8"],
-        ["llama3_8b", "--cluster", "mixed"],
+        ["llama3_8b", "--cluster", "mixed.toml"],
     ],
     ids=" ".join,
 )
@@ -251,8 +251,8 @@ def test_models_that_people_train_take_one_screen(
     benchmarks = Path(__file__).parents[1] / "benchmarks"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-    mixed = str(benchmarks / "planning_time" / "mixed_cluster.toml")
-    words = [mixed if word == "mixed" else word for word in words]
+    network, host = '[network]\nbandwidth = "25 GB/s"\nlatency = "20 us"\n', "[[hosts]]\ncount = 1\ngpus = 8\ndevice = "
+    (tmp_path / "mixed.toml").write_text(f'{network}{host}"h100-80gb"\n{host}"a100-80gb"\n')
 
     code = run_plan(str(benchmarks / "models" / words[0]), *words[1:], "--time-limit", "40")
 

@@ -131,7 +131,7 @@ def timed(case: Case, folder: Path, from_shell: bool) -> Timing:
 ELSEWHERE = """
 The optimum against brute force, CBC, HiGHS and dynamic programming: [brute_force.md](brute_force.md). Plans for
 published set-ups of experts: [experts.md](../../published/results/experts.md). Unequal devices against all as the
-slowest: [unequal.md](../unequal.md).
+slowest: [unequal.md](unequal.md).
 """
 
 

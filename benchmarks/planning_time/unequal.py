@@ -1,13 +1,12 @@
-"""Stages on their own kind of device beside all devices as the slowest, on mixed clusters; prints Markdown.
+"""Stages on their own kind of device beside all devices as the slowest, on mixed clusters.
 
-    python -m benchmarks.planning_time.unequal [--out FILE]
+    python -m benchmarks.planning_time.unequal
 
 Three step times by the cost model. "As the slowest": the best plan where every device is the worst of the cluster's.
 "That plan really": the same plan on the devices that are there, kinds in the better order, where each of its stages
 lies on one kind. "Own kind": the search over the real devices. Seconds of search are CPU seconds of one process.
 """
 
-import argparse
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +24,7 @@ from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
 
 MODELS = Path(__file__).parent.parent / "models"
+RESULT = Path(__file__).parent / "results" / "unequal.md"
 
 TIME_LIMIT_S = 600.0
 
@@ -122,10 +122,7 @@ def row(case: Case) -> str:
 
 
 def main() -> None:
-    """The table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the table here, too")
-    arguments = parser.parse_args()
+    """Print the table, and write it."""
     headings = (
         "model",
         "devices",
@@ -138,13 +135,17 @@ def main() -> None:
         "proof",
         "CPU s",
     )
-    lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
+    lines = [
+        "`python -m benchmarks.planning_time.unequal`",
+        "",
+        f"| {' | '.join(headings)} |",
+        "|---" * len(headings) + "|",
+    ]
     print("\n".join(lines), flush=True)
     for case in CASES:
         lines.append(row(case))
         print(lines[-1], flush=True)
-    if arguments.out is not None:
-        arguments.out.write_text("\n".join(lines) + "\n")
+    RESULT.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
