@@ -136,7 +136,7 @@ def _default(parameter: Any) -> str:
     return f"`{getattr(value, 'value', value)}`"
 
 
-_WITH_MEMBERS = ("Metrics", "Planned", "Swept", "Trainer")
+_WITH_MEMBERS = ("Metrics", "Planned", "Trainer")
 """Classes whose methods and properties are documented, too."""
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .executor.api import Planned as Planned
     from .executor.api import devices as devices
     from .executor.api import load as load
     from .executor.api import plan as plan
     from .executor.api import profile as profile
     from .executor.api import sweep as sweep
+    from .executor.planned import Planned as Planned
     from .executor.state.weights import Weights as Weights
     from .executor.trainer import Metrics as Metrics
     from .executor.trainer import Trainer as Trainer
@@ -40,7 +40,7 @@ _HOME = {
     "Metrics": "executor.trainer",
     "ModelProfile": "profiler.model.model_profile",
     "Plan": "planner.plan.document",
-    "Planned": "executor.api",
+    "Planned": "executor.planned",
     "Trainer": "executor.trainer",
     "TrainingSpec": "planner.plan.training",
     "Weights": "executor.state.weights",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
-from meshwright.executor.api import Planned
 from meshwright.executor.commands.answers import print_plan
+from meshwright.executor.planned import Planned
 from meshwright.executor.reporting.explain_report import Explanation, explanation_document, print_explanation
 from meshwright.executor.reporting.html_report import report_page
 from meshwright.executor.reporting.report import json_document

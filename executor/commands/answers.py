@@ -13,7 +13,8 @@ from ...planner.plan.not_run import not_run
 from ...planner.plan.training import TrainingSpec
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
-from .. import api
+from .. import planning
+from ..planned import Planned
 from ..reporting import terminal
 from ..reporting.report import hosts_in_order, json_document, launch_command
 
@@ -58,7 +59,7 @@ def searched(
 ) -> "SearchResult":
     """The plan that a search finds, checked. Exits with a sentence where there is none."""
     with named_outcomes():
-        return api.searched(profile, cluster, training, pins, time_limit_s, waiting)
+        return planning.searched(profile, cluster, training, pins, time_limit_s, waiting)
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def named_outcomes() -> Iterator[None]:
         raise SystemExit(BAD_INPUT) from None
 
 
-def print_plan(console: Console, found: "api.Planned", target: Path | None, quiet: bool, verbose: bool = False) -> None:
+def print_plan(console: Console, found: Planned, target: Path | None, quiet: bool, verbose: bool = False) -> None:
     """A plan that was just made, on one screen. quiet: the choice only; verbose: all that was weighed. target: the file
     it went to."""
     result = found.result
@@ -107,7 +108,7 @@ def print_plan(console: Console, found: "api.Planned", target: Path | None, quie
         terminal.print_next(console, [str(target)], exported + ([] if not_run(plan) else run))
 
 
-def plan_document(found: "api.Planned") -> dict[str, Any]:
+def plan_document(found: Planned) -> dict[str, Any]:
     """What `plan --json` prints: the plan and all that was weighed, and what was assumed."""
     assert found.result is not None, "it was searched for"
     return {**json_document(found.result, found.fewer), "assumed": list(found.assumptions)}

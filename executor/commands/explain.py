@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .. import api
+from .. import api, planning
 from ..reporting import terminal
 from ..reporting.documents import json_kind
 from ..reporting.explain_report import explanation_document, print_explanation
@@ -60,8 +60,10 @@ def _explain_command(
             planned = api.load(source, model=model, cache=not no_cache, waiting=waiting)
         else:
             with named_outcomes():
-                request = api.Request(source, job, choices, time_limit_s=time_limit, use_cache=not no_cache, lora=lora)
-                planned = api.planned(request, waiting)
+                request = planning.Request(
+                    source, job, choices, time_limit_s=time_limit, use_cache=not no_cache, lora=lora
+                )
+                planned = planning.planned(request, waiting)
         waiting("asking")
         explanation = planned.explain(*(why_not or ()), time_limit=time_limit)
     if as_json:

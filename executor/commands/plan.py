@@ -9,7 +9,7 @@ import typer
 from ...planner.plan.training import Objective
 from ...profiler.document import write_file
 from ...profiler.machine.instances import instances
-from .. import api
+from .. import api, planning
 from ..reporting import terminal
 from ..reporting.documents import check_document, json_kind
 from ..reporting.output_files import check_writable
@@ -69,11 +69,11 @@ def _plan_command(
         check_writable(svg, "--svg", ".svg")
         if as_json:
             raise ValueError(f"--svg {svg} draws what is printed, which with --json is no picture: leave out either")
-    request = api.Request(
+    request = planning.Request(
         model, job, choices, objective, time_limit, not no_cache, setup=setup, pad_vocab=pad_vocab, lora=lora
     )
     with at_work(quiet or as_json) as waiting, named_outcomes():
-        found = api.planned(request, waiting)
+        found = planning.planned(request, waiting)
     if target is not None:
         found.save(target)
     if as_json:
@@ -114,8 +114,8 @@ def _profile_command(
     if json_kind(inputs.check_source(model, inputs.MODEL_RULE)) == "meshwright-profile":
         raise ValueError(f"{model} is a profile already: plan from it with `plan {model} --gpus 8`")
     with at_work(quiet or as_json) as waiting:
-        request = api.Request(model, options.JobOptions(seq_len=seq_len), use_cache=not no_cache, lora=lora)
-        profile, _ = api.profiled(request, waiting, lengths=lengths)
+        request = planning.Request(model, options.JobOptions(seq_len=seq_len), use_cache=not no_cache, lora=lora)
+        profile, _ = planning.profiled(request, waiting, lengths=lengths)
     profile.save(output)
     if graph is not None:
         from ...profiler.model.layer_graph import graph_of

@@ -10,6 +10,7 @@ import typer
 
 from ...profiler.model.source import file_of
 from .. import api
+from ..planned import check_report
 from ..reporting import terminal
 from . import inputs, options
 from .answers import at_work
@@ -46,7 +47,7 @@ def _report_command(
     from ..reporting.report_facts import facts_document
     from ..reporting.run_report import run_table
 
-    api.check_report(output, trace)
+    check_report(output, trace)
     with at_work(quiet or as_json) as waiting:
         planned = api.load(plan, model=model, cache=not no_cache, waiting=waiting)
         document, profile = planned.document, planned.profile

@@ -13,7 +13,8 @@ from ...planner.plan.pin_texts import read_pins
 from ...profiler.machine.cluster import ClusterSpec, cluster_of
 from ...profiler.machine.units import counted, format_seconds, gpus_in_words
 from ...profiler.model.model_profile import ModelProfile
-from .. import api
+from .. import planning
+from ..planned import Planned
 from ..reporting import terminal
 from ..reporting.documents import check_document
 from ..reporting.switching import switching, whether_it_pays
@@ -100,12 +101,12 @@ def _replan_command(
                     profile,
                     speeds,
                     cost,
-                    lambda cluster: api.searched(profile, cluster, before.training, pins, time_limit, waiting),
+                    lambda cluster: planning.searched(profile, cluster, before.training, pins, time_limit, waiting),
                     may_stay=not pin,
                 )
             result = ways.best
     result.plan.save(output)
-    found = api.Planned(result.plan, lambda: profile, result=result)
+    found = Planned(result.plan, lambda: profile, result=result)
     pays = whether_it_pays(before, result.plan, cost) if ways is None else ways.chosen.pays
     if as_json:
         told = {**asdict(cost), "seconds": cost.seconds, "pays": pays}

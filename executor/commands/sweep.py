@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from ...profiler.model.adapters import with_lora
-from .. import api
 from ..reporting import terminal
+from ..swept import swept
 from . import options
 from .answers import at_work
 from .option_groups import grouped
@@ -74,7 +74,7 @@ def _sweep_command(
         check_target(output)
     lengths: list[int | None] = [*numbers_of("--seq-len", seq_len)] if seq_len else [None]
     with at_work(quiet or as_json) as waiting:
-        found = api.swept(
+        found = swept(
             with_lora(model, lora),
             machine,
             lengths,

@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 
 from ...profiler.model.adapters import with_lora
-from .. import api
+from ..planning import Request
 from ..reporting import terminal
 from ..reporting.documents import check_document
 from ..reporting.output_files import check_device_output, check_writable
+from ..tuning.tuned import tuned
 from . import options
 from .answers import INTERRUPTED, NOTHING_MEASURED, at_work, named_outcomes
 from .option_groups import grouped
@@ -111,10 +112,10 @@ def _tune_command(
     if job.machine.device is not None and Path(job.machine.device).resolve() == device_file.resolve():
         raise ValueError(f"--device {job.machine.device} would be written over: give --device-output another name")
     check_writable(page_file, "--report", ".html")
-    request = api.Request(with_lora(model, lora), job, choices, time_limit_s=time_limit, use_cache=not no_cache)
+    request = Request(with_lora(model, lora), job, choices, time_limit_s=time_limit, use_cache=not no_cache)
     place = Venue(output, launcher, resume, timeout, hosts, one_gpu)
     with at_work(quiet or as_json) as waiting, named_outcomes():
-        found, record, notes = api.tuned(request, setup or (), budget_s, place, waiting)
+        found, record, notes = tuned(request, setup or (), budget_s, place, waiting)
     written = [str(output)]
     found.plan.save(output)
     if record.laps():
