@@ -1,4 +1,5 @@
-"""What ranks must agree on, looked at before the first step: how they were called, parameters, and who trains on what.
+"""What ranks must agree on: how they were called, parameters, and who trains on what. All of it is looked at before the
+first step, and by marks, which are added up with the loss, in every other.
 
 Each of these goes unnoticed otherwise: replicas that begin with other values, or learn at other rates, drift apart; and
 a pipeline whose stages are given different samples trains on what nobody meant.
@@ -261,6 +262,46 @@ def mark_of_options(mesh: RankMesh, optimizer: Optimizer) -> torch.Tensor:
     mark = zlib.crc32(repr(_options(optimizer)).encode()) % _MARKS
     mark *= 1 - degrees.num_devices // degrees.pipeline if mesh.is_first_of_stage else 1
     return torch.full((), mark, dtype=torch.float64, device=mesh.device)
+
+
+def check_marks(mesh: RankMesh, step: int, marks: Sequence[float]) -> None:
+    """Raise ValueError, on every rank, if ranks did not agree in a step, or took parts of gradients for all of them.
+
+    marks: sums over all ranks, each 0 where all is well: of shares, of counts of micro-batches, of the optimizer's
+    options, and, where a rank has only its part of the gradients, of whether they, and parameters, were left alone.
+    """
+    shares, counts, options, *written = marks
+    if peers_answer(mesh) and shares:
+        raise ValueError(
+            f"step {step}: ranks that work on the same samples were given different ones, which they were not "
+            "in the first step, or another scale=: trainer.loader gives every rank its share; a loader of your "
+            "own must go through the samples alike on all ranks that have a share (one seed, nothing skipped "
+            "by one rank)"
+        )
+    if peers_answer(mesh) and counts:
+        raise ValueError(
+            f"step {step}: data ranks were given different numbers of samples, which would count differently "
+            "then: give all of them the same number (trainer.loader does)"
+        )
+    if peers_answer(mesh) and options:
+        raise ValueError(
+            f"step {step}: the optimizer's options (lr, weight_decay, ...) are not those of other ranks any "
+            "more, which hold copies or shards of the same parameters: change them alike on all ranks; a "
+            "scheduler that looks at a loss must be given that of the job (metrics.loss, or evaluate's)"
+        )
+    way = "" if mesh.plan.model.decides_by_values else ", or plan with --pin tensor=1 --pin pipeline=1"
+    if any(written[1:]):
+        raise ValueError(
+            "parameters were written to between forward_backward() and the next one (as SAM ascends by the "
+            "norm of all gradients), where a rank has only its part of the gradients under this plan, so that "
+            f"each would go by another norm: change them after optimizer_step(){way}"
+        )
+    if any(written[:1]):
+        raise ValueError(
+            "gradients were written to between forward_backward() and optimizer_step(), where a rank has only "
+            "its part of them under this plan (clip_grad_norm_ would clip each rank by another norm): give "
+            f"parallelize(max_grad_norm=...){way}"
+        )
 
 
 def check_lengths(mesh: RankMesh, lengths: Sequence[int]) -> None:

@@ -25,6 +25,7 @@ from ..profiler.running.forward_state import undone
 from ..profiler.running.held_tensors import gradient_hooks
 from .agreement import (
     check_lengths,
+    check_marks,
     check_numbers,
     check_optimizers,
     check_parameters,
@@ -34,7 +35,6 @@ from .agreement import (
     mark_of_count,
     mark_of_options,
     mark_of_share,
-    peers_answer,
 )
 from .apply import AppliedModel, apply_plan, build_on_meta, plain
 from .bookmarks import Bookmark, Bookmarks
@@ -508,37 +508,7 @@ class Trainer:
         steps, self._unchecked = self._unchecked, []
         last = steps[-1][0]
         for step, metrics in steps:
-            if peers_answer(self.mesh) and metrics.found[3] != 0:
-                raise ValueError(
-                    f"step {step}: ranks that work on the same samples were given different ones, which they were not "
-                    "in the first step, or another scale=: trainer.loader gives every rank its share; a loader of your "
-                    "own must go through the samples alike on all ranks that have a share (one seed, nothing skipped "
-                    "by one rank)"
-                )
-            if peers_answer(self.mesh) and metrics.found[4] != 0:
-                raise ValueError(
-                    f"step {step}: data ranks were given different numbers of samples, which would count differently "
-                    "then: give all of them the same number (trainer.loader does)"
-                )
-            if peers_answer(self.mesh) and metrics.found[5] != 0:
-                raise ValueError(
-                    f"step {step}: the optimizer's options (lr, weight_decay, ...) are not those of other ranks any "
-                    "more, which hold copies or shards of the same parameters: change them alike on all ranks; a "
-                    "scheduler that looks at a loss must be given that of the job (metrics.loss, or evaluate's)"
-                )
-            way = "" if self.plan.model.decides_by_values else ", or plan with --pin tensor=1 --pin pipeline=1"
-            if any(metrics.found[7:]):
-                raise ValueError(
-                    "parameters were written to between forward_backward() and the next one (as SAM ascends by the "
-                    "norm of all gradients), where a rank has only its part of the gradients under this plan, so that "
-                    f"each would go by another norm: change them after optimizer_step(){way}"
-                )
-            if any(metrics.found[6:7]):
-                raise ValueError(
-                    "gradients were written to between forward_backward() and optimizer_step(), where a rank has only "
-                    "its part of them under this plan (clip_grad_norm_ would clip each rank by another norm): give "
-                    f"parallelize(max_grad_norm=...){way}"
-                )
+            check_marks(self.mesh, step, metrics.found[3:])
             spoiled = not math.isfinite(metrics.found[2])
             if not spoiled and math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm):
                 continue
