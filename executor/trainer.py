@@ -15,13 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import CheckpointFunction
 
 from ..planner.plan.document import Plan, load_plan
 from ..planner.plan.not_run import not_run, refusal
 from ..profiler.model.building import in_training
-from ..profiler.model.loaded import split_inputs
-from ..profiler.running.forward_state import undone
 from ..profiler.running.held_tensors import gradient_hooks
 from .agreement import (
     check_lengths,
@@ -38,7 +35,7 @@ from .agreement import (
 )
 from .apply import AppliedModel, apply_plan, build_on_meta, plain
 from .bookmarks import Bookmark, Bookmarks
-from .evaluation import ForwardResults, Forwards, Means, Metric, evaluating, joined_samples, with_loss
+from .evaluation import Means, Metric
 from .export_weights import export_model
 from .faults import (
     NonFiniteError,
@@ -55,32 +52,20 @@ from .faults import (
     tell_own_generators,
     tell_step_hooks,
 )
-from .parallel.checked_loss import CheckedLoss, uncounted
+from .parallel.checked_loss import CheckedLoss
 from .parallel.compiled import backend_of
 from .parallel.flat_gradients import local_gradient, local_gradients
 from .parallel.float8 import check_float8
 from .parallel.gradients import Gradients, forget_gradients
 from .parallel.mesh import RankMesh, check_world_size, connect
-from .parallel.micro_batches import (
-    Loss,
-    Scale,
-    check_length,
-    counted,
-    guarded,
-    loss_of,
-    num_microbatches,
-    num_samples,
-    scaled,
-    share_of_batch,
-    split_micro_batches,
-)
+from .parallel.micro_batches import Loss, Scale, share_of_batch
 from .parallel.norms import norms_of
 from .parallel.optimizers import MakeOptimizer, check_added, keep_attributes, sizes_of_groups
-from .parallel.pipeline import PipelineRunner
 from .parallel.random_numbers import RandomNumbers
 from .parallel.shared_gradients import SharedGradients
 from .parallel.stage_module import stages_in
 from .parallel.whole_matrices import WholeMatrices, prepare_optimizer, whole_tensor
+from .passes import RankPasses
 from .sample_loader import Padded, Padding, Samples, shares
 from .state.checkpoint import Checkpoints
 from .state.checkpoint_folder import Progress
@@ -90,7 +75,7 @@ from .state.run_state import ModelState, State
 from .state.weight_files import WeightFormat
 from .state.weights import Loading, Weights, refuse_no_weights, refuse_whole_weights
 from .telemetry import ComputedSeconds, Telemetry
-from .torch_compat import accelerator, before_steps, data_parallel, forget_groups, remove_replication
+from .torch_compat import accelerator, before_steps, forget_groups
 from .watch import GRACE_S, HANG_S, LONGER, Watch, watched
 
 
@@ -289,15 +274,8 @@ class Trainer:
         self._seed = random_numbers.seed
         self._random = random_numbers
         self._random.watch(model.model, stages_in(model.module))
-        self._forwards = Forwards(model, plan, mesh, loss)
         self._gradients = Gradients(model, plan, mesh)
-        self._runner: PipelineRunner | None = None
-        if plan.degrees.pipeline > 1:
-            assert mesh.device_mesh is not None
-            stages, replicas = stages_in(model.module), self._gradients.replicas
-            self._runner = PipelineRunner(stages, plan, mesh.device_mesh, mesh.device, replicas)
-        self._replicas: DistributedDataParallel | None = None
-        self._reduces: bool | None = None  # what units of fully_shard were told last
+        self._passes = RankPasses(model, plan, mesh, loss, random_numbers, self._gradients, self._see_replicas)
         self._first_step: AbstractContextManager[Any] | None = None
         self._state = State(model, plan, mesh, self.optimizer, self._stepped)
         self._checkpoints: Checkpoints | None = None
@@ -397,17 +375,17 @@ class Trainer:
                 self._telemetry.begin()
             self._started = time.perf_counter()
             # DDP's gradients are views of its buckets: without them one that is not reduced would make others.
-            self.optimizer.zero_grad(set_to_none=self._replicas is None)
+            self.optimizer.zero_grad(set_to_none=self._passes.replicas is None)
             self._see_groups()
             if self._stepped is not None:
-                forget_gradients(self._applied.parameters.values(), set_to_none=self._replicas is None)
+                forget_gradients(self._applied.parameters.values(), set_to_none=self._passes.replicas is None)
         batch = tree_map(self._to_device, batch)
         scales = [own * scale for own in self._scales(batch)]
         share, count = mark_of_share(self.mesh, batch, scale), mark_of_count(self.mesh, len(scales))
         self._marks.append(torch.stack([share, count]))
         drawn = self._random.step(self.progress.steps + 1, len(self._given), len(scales))
         with self._first_step or nullcontext(), drawn, self._applied.computing():
-            losses = self._forward_backward(batch, scales, loss or self._loss, ends_step)
+            losses = self._passes.backward(batch, scales, loss, ends_step)
         if self._first_step is not None:
             self._first_step = None
             self._compile()
@@ -439,9 +417,7 @@ class Trainer:
                 "what is trained: save(), let the function that builds the model set requires_grad, and resume()"
             )
         self._trained = now
-        if self._replicas is not None:  # DDP waits for those gradients, and averages those, that it was made for
-            remove_replication(self._replicas)
-            self._replicas = None
+        self._passes.forget_replicas()
 
     def _see_groups(self) -> None:
         """Follow parameter groups that the optimizer has got since the last step."""
@@ -450,6 +426,10 @@ class Trainer:
             trained = self._applied.parameters
             check_added(self.optimizer, trained if self._stepped is None else self._stepped.parameters, trained)
             self._stepped_groups = now
+
+    def _see_replicas(self, replicas: DistributedDataParallel) -> None:
+        if self._telemetry is not None:
+            self._telemetry.replicated(replicas)
 
     def _only_in_steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._steps_now:
@@ -538,18 +518,17 @@ class Trainer:
         with self._between_steps("evaluate", meets=True):
             for batch in batches:
                 batch = tree_map(self._to_device, batch)
-                parts = self._parts(batch)
+                parts = self._passes.parts(batch)
 
                 def look(output: Any, part: Any) -> dict[str, Any]:
                     return {name: metric(output, part) for name, metric in chosen.items()}
 
-                found = self._forward(parts, True, look if chosen else None)
+                found = self._passes.forward(parts, True, look if chosen else None)
                 seen = found.outputs or [{}] * len(found.losses)
                 for (*_, part), loss, values in zip(parts, found.losses, seen, strict=False):
                     weight = self.plan.micro_batch if self._weight is None else self._weight(part)
                     means.add({"loss": loss, **values}, torch.as_tensor(weight, device=self.mesh.device).double())
-            last = self._runner is None or any(stage.is_last for stage in stages_in(self.model))
-            return means.over_ranks(counts=last and self.mesh.coordinates["tensor"] == 0)
+            return means.over_ranks(counts=self._passes.ends_here and self.mesh.coordinates["tensor"] == 0)
 
     def forward(self, batch: Any) -> Any:
         """The model's output for this rank's share of a batch, samples_per_step samples, in evaluation mode and without
@@ -559,27 +538,7 @@ class Trainer:
         leaves are those of the first micro-batch.
         """
         with self._between_steps("forward", meets=self._divides):
-            parts = self._parts(tree_map(self._to_device, batch))
-            found = self._forward(parts, False, lambda output, part: output).outputs
-            return joined_samples(self._forwards.to_all_stages(found), self.plan.micro_batch)
-
-    def _parts(self, batch: Any) -> list[Any]:
-        module = stages_in(self.model)[0].model if self._runner is not None else self.model
-        whole = (*split_inputs(module, batch, self._loss is not None), batch)
-        return self._split(whole, batch, self._count(batch))
-
-    def _count(self, batch: Any) -> int:
-        """Micro-batches in a batch of this rank. Raises ValueError for what the plan cannot run."""
-        if self.plan.sequence_parallel:
-            check_length(self.plan, batch)
-        return num_microbatches(self.plan, num_samples(batch, self.samples_per_step, self.plan.model.batch))
-
-    def _split(self, tree: Any, batch: Any, count: int) -> list[Any]:
-        return split_micro_batches(tree, count, self.plan.micro_batch * count, self.plan.model.batch, batch)
-
-    def _forward(self, parts: list[Any], wants_loss: bool, look: Callable[[Any, Any], Any] | None) -> ForwardResults:
-        with evaluating(self.model), self._random.step(0), self._autocast(), self._applied.computing():
-            return self._forwards.run(parts, self._random.micro_batch, wants_loss, look)
+            return self._passes.output(self._passes.parts(tree_map(self._to_device, batch)))
 
     def loader(
         self,
@@ -798,10 +757,10 @@ class Trainer:
 
     def _scales(self, batch: Any) -> Sequence[Scale]:
         """Factor of each micro-batch's loss, such that the mean over data ranks of their sums is the job's loss."""
-        count = self._count(batch)
+        count = self._passes.count(batch)
         if self._weight is None:
             return [1 / count] * count
-        parts = self._split(batch, batch, count)
+        parts = self._passes.split(batch, batch, count)
         weights = torch.stack([torch.as_tensor(self._weight(part)).double() for part in parts]).to(self.mesh.device)
         check_weights(weights, first=self.progress.steps == 0)
         total = weights.sum()
@@ -812,74 +771,6 @@ class Trainer:
         degrees = self.plan.degrees
         total /= degrees.tensor * degrees.pipeline * degrees.context  # each share was counted by every rank that has it
         return (weights * degrees.data / total).unbind()  # on the device, for reading them would wait for it
-
-    def _forward_backward(
-        self, batch: Any, scales: list[Scale], loss_fn: Loss | None, ends_step: bool
-    ) -> list[torch.Tensor]:
-        """Losses of the micro-batches (on the last stage); gradients are left on the parameters, averaged."""
-        if self._runner is not None:
-            args, kwargs = split_inputs(stages_in(self.model)[0].model, batch, self._loss is not None)
-            given = self._split((args, kwargs), batch, len(scales))
-            self._random.rehearse(*given[0])
-            with with_loss(stages_in(self.model), loss_fn):
-                return self._runner.step(args, kwargs, batch, scales, ends_step)
-        losses = []
-        whole = (*split_inputs(self.model, batch, self._loss is not None), batch)
-        parts = self._split(whole, batch, len(scales))
-        self._random.rehearse(*parts[0][:2])
-        if self._applied.mechanism == "ddp" and self._replicas is None:
-            self._replicate(parts[0], loss_fn)
-        for i, (part, scale) in enumerate(zip(parts, scales, strict=True)):
-            with self._synchronised(is_last=i == len(parts) - 1):
-                self._random.micro_batch(i)
-                with self._autocast():
-                    loss = counted(self._loss_of(part, loss_fn, scale), scale)
-                self._applied.begin_backward()
-                scaled(loss, scale).backward()
-            losses.append(loss.detach())
-        return losses
-
-    def _loss_of(
-        self, part: tuple[tuple[Any, ...], dict[str, Any], Any], loss_fn: Loss | None, scale: Scale
-    ) -> torch.Tensor:
-        args, kwargs, batch = part
-        context = self._applied.context
-        with context.whole_forward() if context is not None else nullcontext():
-            output = guarded((self._replicas or self.model)(*args, **kwargs), scale)
-            return loss_of(output) if loss_fn is None else loss_fn(output, batch)
-
-    def _replicate(self, part: Any, loss_fn: Loss | None) -> None:
-        """Wrap the model in DDP. One forward shows what reads no parameter, so that DDP does not wait for it; what it
-        leaves behind is undone, and what it writes into the batch not done."""
-        devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
-        self._random.micro_batch(0)
-        with undone(self.model), uncounted(loss_fn), torch.random.fork_rng(devices), self._autocast():
-            read = _parameters_behind(self._loss_of(tree_map(_cloned, part), loss_fn, 1.0), self.model)
-        unread = {n: p for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in read}
-        self._replicas = data_parallel(self.model, self.mesh.group("data_replicate"), unread)
-        self._gradients.leave_to_reduce(list(unread.values()))  # where a later forward reads them
-        if self._telemetry is not None:
-            self._telemetry.replicated(self._replicas)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        """bf16 where parameters are not cast by themselves."""
-        if self.plan.training.is_mixed and self._applied.mechanism not in ("fsdp", "cast"):
-            return torch.autocast(self.mesh.device.type, torch.bfloat16)
-        return nullcontext()
-
-    def _synchronised(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Reduce gradients in this micro-batch's backward if the plan says so.
-
-        Kept parameters stay gathered until the last micro-batch where gradients are reduced only then.
-        """
-        now = is_last or self.plan.gradient_sync == "every"
-        if now != self._reduces:
-            for unit, reshard in self._applied.units:
-                unit.set_requires_gradient_sync(now, recurse=False)
-                unit.set_is_last_backward(now)
-                unit.set_reshard_after_backward(now or reshard, recurse=False)
-            self._reduces = now
-        return self._replicas.no_sync() if self._replicas is not None and not now else nullcontext()
 
     def _totals(
         self, given: list[tuple[list[torch.Tensor], list[Scale]]], touched: Sequence[torch.Tensor]
@@ -957,33 +848,3 @@ class Trainer:
 def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the CPU that shares memory with none that is trained."""
     return tensor.detach().to("cpu", copy=True)
-
-
-def _cloned(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _taken_off(parameter: nn.Parameter) -> bool:
-    """Whether a parameter had a gradient, which it has no more."""
-    had, parameter.grad = parameter.grad is not None, None
-    return had
-
-
-def _parameters_behind(loss: torch.Tensor, model: nn.Module) -> set[int]:
-    """Ids of the model's parameters that a loss was computed from. Of what a function of its own recomputes (torch's
-    reentrant checkpoints), only the backward tells."""
-    found: set[int] = set()
-    seen: set[Any] = set()
-    nodes = [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, CheckpointFunction._backward_cls):
-            loss.backward()
-            return {id(p) for p in model.parameters() if _taken_off(p)}
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        nodes += [following for following, _ in node.next_functions]
-    return found

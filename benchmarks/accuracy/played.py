@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from meshwright.executor import Trainer, apply, parallelize, trainer
+from meshwright.executor import Trainer, apply, parallelize, passes
 from meshwright.executor.measuring.one_rank import equal_rows, replicas
 from meshwright.executor.parallel import expert_exchange
 from meshwright.executor.state.initialise import Values
@@ -134,7 +134,7 @@ def without_numbers(fake: FakeTensorMode) -> ExitStack:
     masking: Any = sys.modules.get("transformers.masking_utils")
     if masking is not None:  # from fake positions it cannot see that no sample is packed, and would build T x T masks
         stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", return_value=None))
-    stack.enter_context(mock.patch.object(trainer, "data_parallel", replicas))
+    stack.enter_context(mock.patch.object(passes, "data_parallel", replicas))
     stack.enter_context(mock.patch.object(expert_exchange, "count_rows", equal_rows))
     return stack
 

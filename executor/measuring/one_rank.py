@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import trainer
+from .. import passes, trainer
 from ..parallel import expert_exchange
 from ..parallel.expert_exchange import Rows, count_rows
 from ..torch_compat import data_parallel, forget_groups
@@ -34,7 +34,7 @@ def without_peers(rank: int, num_ranks: int) -> Iterator[None]:
         with (
             mock.patch.object(trainer, "check_finite", _unseen),
             mock.patch.object(trainer, "raise_spoiled", _unseen),
-            mock.patch.object(trainer, "data_parallel", replicas),
+            mock.patch.object(passes, "data_parallel", replicas),
             mock.patch.object(expert_exchange, "count_rows", equal_rows),
             mock.patch.object(PipelineStage, "_warmup_backward_result", _agreed, create=True),
         ):
