@@ -1,4 +1,4 @@
-"""Train by a plan: parallelize() gives a Trainer, whose steps do what one device would do, only faster."""
+"""Train by a plan: a Trainer, whose steps do what one device would do, only faster."""
 
 import math
 import time
@@ -7,23 +7,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from ..planner.plan.document import Plan, load_plan
-from ..planner.plan.not_run import not_run, refusal
-from ..profiler.model.building import in_training
+from ..planner.plan.document import Plan
 from ..profiler.running.held_tensors import gradient_hooks
 from .agreement import (
     check_lengths,
     check_marks,
-    check_numbers,
     check_optimizers,
     check_parameters,
     check_shares,
@@ -33,34 +29,27 @@ from .agreement import (
     mark_of_options,
     mark_of_share,
 )
-from .apply import AppliedModel, apply_plan, build_on_meta, plain
+from .apply import AppliedModel
 from .bookmarks import Bookmark, Bookmarks
 from .evaluation import Means, Metric
 from .export_weights import export_model
 from .faults import (
     NonFiniteError,
-    check_devices,
     check_finite,
-    check_own_device,
     held_memory,
     out_of_host_memory_message,
     out_of_memory_message,
     raise_spoiled,
     ran_out_of_memory,
-    tell_batch_norms,
-    tell_own_dropout,
-    tell_own_generators,
     tell_step_hooks,
 )
 from .parallel.checked_loss import CheckedLoss
-from .parallel.compiled import backend_of
 from .parallel.flat_gradients import local_gradient, local_gradients
-from .parallel.float8 import check_float8
 from .parallel.gradients import Gradients, forget_gradients
-from .parallel.mesh import RankMesh, check_world_size, connect
+from .parallel.mesh import RankMesh
 from .parallel.micro_batches import Loss, Scale, share_of_batch
 from .parallel.norms import norms_of
-from .parallel.optimizers import MakeOptimizer, check_added, keep_attributes, sizes_of_groups
+from .parallel.optimizers import MakeOptimizer, check_added, sizes_of_groups
 from .parallel.random_numbers import RandomNumbers
 from .parallel.shared_gradients import SharedGradients
 from .parallel.stage_module import stages_in
@@ -70,13 +59,11 @@ from .sample_loader import Padded, Padding, Samples, shares
 from .state.checkpoint import Checkpoints
 from .state.checkpoint_folder import Progress
 from .state.extra_state import Stateful
-from .state.initialise import empty_values
-from .state.run_state import ModelState, State
+from .state.run_state import State
 from .state.weight_files import WeightFormat
-from .state.weights import Loading, Weights, refuse_no_weights, refuse_whole_weights
 from .telemetry import ComputedSeconds, Telemetry
-from .torch_compat import accelerator, before_steps, forget_groups
-from .watch import GRACE_S, HANG_S, LONGER, Watch, watched
+from .torch_compat import before_steps, forget_groups
+from .watch import Watch
 
 
 @dataclass(frozen=True)
@@ -111,124 +98,6 @@ class Metrics:
         return math.sqrt(self.found[1]) if self.found[1] >= 0 else math.nan
 
 
-@runtime_checkable
-class OfPlan(Protocol):
-    """What holds a plan document, as the answer of `meshwright.plan` does."""
-
-    @property
-    def document(self) -> Plan:
-        """The plan."""
-
-
-def parallelize(
-    model_fn: Callable[[], nn.Module],
-    plan: Plan | OfPlan | str | Path,
-    optimizer: MakeOptimizer,
-    loss: Loss | None = None,
-    weight: Callable[[Any], torch.Tensor] | None = None,
-    seed: int = 0,
-    max_grad_norm: float | None = None,
-    device: torch.device | str | None = None,
-    weights: Weights | str | Path | None = None,
-    telemetry: str | Path | None = None,
-    timeout_s: float = HANG_S,
-    compile: bool | str | None = None,
-    whole_matrices: bool | None = None,
-    check_every: int = 1,
-) -> "Trainer":
-    """A trainer that runs this process as one rank of the plan.
-
-    model_fn: builds the model; called on the meta device and on the CPU.
-    plan: a plan, its file, or what meshwright.plan and meshwright.load give.
-    optimizer: called with this rank's shards of the parameters, or, if its argument is called `named`, with pairs
-        (name in the model, parameter); returns an optimizer, or a list of several. What is written on parameters
-        (`p.no_decay = True`) is kept. Make the same parameter groups on every rank, empty ones included, if a scheduler
-        is to be saved and resumed by another plan.
-    loss: mean loss of (output, micro-batch); None if the model returns its own.
-    weight: how much a micro-batch counts in the mean loss (its valid tokens, say); None: by samples.
-    seed: of the initial values, which are those of `torch.manual_seed(seed); model_fn()` on one CPU under every plan,
-        and of what is drawn in steps (dropout), which depends on the sample and not on the plan.
-    max_grad_norm: clip the total gradient norm to this.
-    device: default is this rank's GPU, or the CPU without one.
-    weights: where the parameters are read from instead of their initial values: safetensors as Hugging Face stores
-        them, or a checkpoint of any plan. Each rank reads only its shards.
-    telemetry: file to which the first rank appends a line of JSON per step; `plan report PLAN --run FILE` reads it.
-    timeout_s: a step that takes longer is taken for a hang, and ends the job with a message that names the rank;
-        start-up, save and resume may take three times as long.
-    compile: every layer by torch.compile, or by the compiler of this name; None: if the plan's software has it
-        (`plan ... --software fsdp2-compile`).
-    whole_matrices: whether the optimizer must see whole matrices (Muon, Adafactor, LAMB), which are then gathered
-        for it one by one, and stepped by one rank each; None: it is tried whether a step is done element by element.
-    check_every: how many steps may be under way on a GPU before it is looked whether their losses and gradients are
-        numbers; only then, and where metrics are read, does a step wait for the device.
-
-    Runs under torchrun, or without any launcher if the plan is for one device. Raises ValueError, before ranks wait for
-    each other, if the job has not as many ranks as the plan, the model is not the one that was planned, or the
-    executor does not run all of the plan.
-    """
-    if isinstance(plan, OfPlan):
-        plan = plan.document
-    plan = plan if isinstance(plan, Plan) else load_plan(Path(plan))
-    if priced_only := not_run(plan):
-        raise ValueError(refusal(plan, priced_only))
-    check_numbers(max_grad_norm, check_every, timeout_s, seed)
-    check_world_size(plan)
-    backend = backend_of(compile, plan)
-    settings = {
-        "seed": seed,
-        "max_grad_norm": max_grad_norm,
-        "check_every": check_every,
-        "whole_matrices": whole_matrices,
-        "compile": backend,
-        **{
-            name: "something" if given is not None else None
-            for name, given in (("loss", loss), ("weight", weight), ("weights", weights), ("telemetry", telemetry))
-        },
-    }
-    was_running = dist.is_initialized()
-    watch = watched(plan, timeout_s)
-    with nullcontext() if watch is None else watch.task("in its start-up", "after its start-up"):
-        model_fn = plain(model_fn)
-        whole = build_on_meta(model_fn, plan)
-        loading, values = None, None
-        if weights is not None:
-            weights = weights if isinstance(weights, Weights) else Weights(weights)
-            loading = Loading(weights, whole, plan.model.ties)
-            values = empty_values(model_fn, whole, loading.parameters, seed)
-        check_devices(plan, torch.device(device) if device is not None else accelerator())
-        if plan.training.precision == "fp8":
-            check_float8(torch.device(device) if device is not None else accelerator())
-        mesh = connect(plan, device, timeout_s * LONGER + GRACE_S, settings)
-        if watch is not None:
-            watch.see_exceptions()
-        check_own_device(mesh)
-        tell_batch_norms(in_training(whole), plan, mesh.rank)
-        tell_own_dropout(whole, plan, mesh.rank)
-        tell_own_generators(whole, plan, mesh.rank)
-        drawn = RandomNumbers(whole, plan, mesh, seed)
-        if loss is not None:
-            parts = plan.num_microbatches * plan.degrees.data
-            whole_outputs = plan.degrees.tensor * plan.degrees.context == 1
-            loss = CheckedLoss(loss, plan.micro_batch, parts if whole_outputs else 0, mesh.data_rank == 0)
-        model = apply_plan(whole, model_fn, plan, mesh, loss, seed, values, backend)
-        if loading is not None:
-            loading.fill(ModelState(model, plan, mesh).model_boxes())
-        for name, parameter in model.parameters.items():
-            keep_attributes(parameter, vars(model.of_model[name]))
-        if plan.degrees.num_devices > 1:
-            refuse_no_weights(model.module)
-        if plan.degrees.pipeline > 1 or model.is_divided:
-            refuse_whole_weights(model.module)
-        trainer = Trainer(
-            model, plan, mesh, optimizer, loss, weight, max_grad_norm, not was_running, drawn, whole_matrices
-        )
-        trainer._watch = watch
-        trainer._check_every = check_every
-        if telemetry is not None:
-            trainer._telemetry = Telemetry(Path(telemetry), plan, mesh)
-    return trainer
-
-
 def computed_seconds(trainer: "Trainer") -> ComputedSeconds:
     """Let a trainer without telemetry tell what this rank computes in each step. To be asked for before the first."""
     trainer._telemetry = found = ComputedSeconds(trainer.mesh)
@@ -252,7 +121,10 @@ class Trainer:
         max_grad_norm: float | None,
         owns_process_group: bool,
         random_numbers: RandomNumbers,
-        whole_matrices: bool | None = None,
+        whole_matrices: bool | None,
+        watch: Watch | None,
+        check_every: int,
+        telemetry: Path | None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
@@ -281,10 +153,9 @@ class Trainer:
         self._checkpoints: Checkpoints | None = None
         self.progress = Progress()
         self._bookmarks = Bookmarks()  # how far each `loader` is ahead
-        self._watch: Watch | None = None
-        self._telemetry: Telemetry | ComputedSeconds | None = None
+        self._watch = watch
         self._norms: torch.Tensor | None = None  # of each parameter, after the last step
-        self._check_every = 1
+        self._check_every = check_every
         self._unchecked: list[tuple[int, Metrics]] = []  # steps whose numbers nobody has looked at
         self._given: list[tuple[list[torch.Tensor], list[Scale]]] = []  # (losses, scales) since the last optimizer step
         self._started = 0.0
@@ -302,6 +173,9 @@ class Trainer:
             self._first_step = SharedGradients(model.model, model.layout)
         else:
             self._compile()
+        self._telemetry: Telemetry | ComputedSeconds | None = None
+        if telemetry is not None:
+            self._telemetry = Telemetry(telemetry, plan, mesh)
 
     @property
     def samples_per_step(self) -> int:

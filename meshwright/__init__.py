@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from .executor.api import profile as profile
     from .executor.api import sweep as sweep
     from .executor.planned import Planned as Planned
+    from .executor.start_up import parallelize as parallelize
     from .executor.state.weights import Weights as Weights
     from .executor.trainer import Metrics as Metrics
     from .executor.trainer import Trainer as Trainer
-    from .executor.trainer import parallelize as parallelize
     from .planner.answers.infeasible import InfeasibleError as InfeasibleError
     from .planner.plan.document import Plan as Plan
     from .planner.plan.training import TrainingSpec as TrainingSpec
@@ -46,7 +46,7 @@ _HOME = {
     "Weights": "executor.state.weights",
     "devices": "executor.api",
     "load": "executor.api",
-    "parallelize": "executor.trainer",
+    "parallelize": "executor.start_up",
     "plan": "executor.api",
     "profile": "executor.api",
     "sweep": "executor.api",

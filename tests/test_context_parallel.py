@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.executor import parallelize
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.executor.parallel import attention_kernels
 from meshwright.executor.parallel.attention_kernels import attention_backward, attention_forward
 from meshwright.executor.parallel.context_attention import ContextAttention, own_spans
-from meshwright.executor.trainer import parallelize
 from meshwright.planner.plan.document import ContextKind, Plan, Recompute
 from meshwright.planner.plan.legality import can_recompute, context_rule
 from meshwright.planner.plan.making import make_plan

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from meshwright.executor import parallelize
 from meshwright.executor.parallel.mesh import mechanism, plan_ranks
 from meshwright.executor.torch_compat import own_group
-from meshwright.executor.trainer import parallelize
 from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape

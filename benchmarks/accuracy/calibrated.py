@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from meshwright.executor import parallelize
 from meshwright.executor.measuring.calibrate import calibrate
 from meshwright.executor.measuring.compare import compare
 from meshwright.executor.measuring.local_ranks import run_local_ranks
 from meshwright.executor.parallel.micro_batches import split_micro_batches
-from meshwright.executor.trainer import parallelize
 from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.setups import parse_setup
 from meshwright.planner.plan.training import TrainingSpec

@@ -12,7 +12,8 @@ from ...planner.cost.bands import is_cpu
 from ...planner.plan.document import Plan
 from ...profiler.model.loaded import Batch, LoadedModel
 from ..parallel.micro_batches import split_micro_batches
-from ..trainer import Trainer, parallelize
+from ..start_up import parallelize
+from ..trainer import Trainer
 from ..watch import HANG_S
 from .local_ranks import RankError, run_local_ranks
 from .measurement import MAX_CPU_RANKS, WARM_UP_STEPS, Measurement

@@ -22,7 +22,7 @@ from ...profiler.model.model_profile import ModelProfile
 from ...profiler.model.trace import trace
 from ...profiler.semantics.draws import SameDraws
 from ..apply import check_model
-from ..trainer import parallelize
+from ..start_up import parallelize
 from .local_ranks import RankError, apart, run_local_ranks
 from .one_process import (
     LEARNING_RATE,
