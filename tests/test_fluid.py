@@ -10,9 +10,12 @@ import pytest
 
 from meshwright.planner.cost.simulate import alone_s, even_step_s, simulated_step_s
 from meshwright.planner.plan.schedules import ZERO_BUBBLE, Schedule
-from meshwright.planner.solve import fluid
-from meshwright.planner.solve.fluid import FluidPipelines, Layers, ManyLayers, Table, least_of_many_s, united
+from meshwright.planner.solve import fluid_program
+from meshwright.planner.solve.fluid import FluidPipelines
+from meshwright.planner.solve.fluid_program import FluidProgram, Layers, united
+from meshwright.planner.solve.path_prices import ManyLayers, least_of_many_s
 from meshwright.planner.solve.rank_bounds import OnDevice, least_of_ranks_s
+from meshwright.planner.solve.table import Table
 from meshwright.planner.solve.whole_ranks import LayerTurns, hull, least_again_s
 from support import slow
 
@@ -102,20 +105,20 @@ def test_a_program_that_drops_idle_paths_finds_the_same(monkeypatch: pytest.Monk
     table, draw = Table("interleaved", 4, 8, 3), random.Random(3)
     runs = chain_of(draw, table)
     known, dropped = [], []
-    drop = fluid._Program._drop_idle
+    drop = FluidProgram._drop_idle
 
-    def noted(program: fluid._Program) -> None:
+    def noted(program: FluidProgram) -> None:
         before = len(program._paths)
         drop(program)
         dropped.append(before - len(program._paths))
 
-    monkeypatch.setattr(fluid._Program, "_drop_idle", noted)
+    monkeypatch.setattr(FluidProgram, "_drop_idle", noted)
     for share in (2.0, 0.0):
-        monkeypatch.setattr(fluid, "MANY_IDLE", share)
+        monkeypatch.setattr(fluid_program, "MANY_IDLE", share)
         known.append(FluidPipelines().least_s(table, runs, [60.0] * 4, 0.1)[0])
         assert any(dropped) == (share == 0.0)
 
-    assert known[1] == pytest.approx(known[0], rel=2 * fluid.TIGHT)
+    assert known[1] == pytest.approx(known[0], rel=2 * fluid_program.TIGHT)
 
 
 def test_whole_layers_are_bounded_by_the_best_of_all_cuts() -> None:

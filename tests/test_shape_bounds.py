@@ -24,7 +24,7 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.schedules import ZERO_BUBBLE
 from meshwright.planner.plan.shape import Shape
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.planner.solve import fluid
+from meshwright.planner.solve import fluid_program
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.layer_lower_bounds import LeastWork
 from meshwright.planner.solve.memory_bounds import MemoryBounds
@@ -206,8 +206,8 @@ def test_layers_that_are_planted_too_dear_are_found(name: str, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_whole_layers_that_are_planted_to_run_too_much_again_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    least_again_s = fluid.least_again_s
-    monkeypatch.setattr(fluid, "least_again_s", lambda *asked: 1.5 * least_again_s(*asked))
+    least_again_s = fluid_program.least_again_s
+    monkeypatch.setattr(fluid_program, "least_again_s", lambda *asked: 1.5 * least_again_s(*asked))
     asked = [scarce(seed, memory) for seed, memory in SCARCE]
 
     assert any(too_high(Explorer(a.profile, a.cluster, a.training), a, limit=20) for a in asked)

@@ -80,7 +80,7 @@ BOUNDS: dict[str, tuple[object, str, Callable[..., object]]] = {
 where they are fastest; `held`: of a chunked family, by its memory; `whole-ranks`: rank_bounds.py; `memory`: of
 shapes, layers divisible; `prices`: duals of other shapes; `walk`: one stage on each rank; `turns`: of whole layers on
 ranks of several stages; `whole-layers`: the integer program.
-Without the fluid program itself (fluid.py) there are neither prices nor cuts near its solution: it is not among
+Without the fluid program itself (fluid_program.py) there are neither prices nor cuts near its solution: it is not among
 them."""
 
 

@@ -22,12 +22,15 @@ from ..plan.schedules import ZERO_BUBBLE, is_chunked
 from ..plan.shape import Offered, Shape
 from .chunked import Chunking, Chunkings, HeldByRank, StageCuts
 from .columns import ROUNDING, StagePrices
-from .fluid import MOST_PRICES, FluidPipelines, Layers, Table, least_of_many_s
+from .fluid import MOST_PRICES, FluidPipelines
+from .fluid_program import Layers
 from .layer_lower_bounds import Least, LeastWork
 from .memory_bounds import MemoryBounds
+from .path_prices import least_of_many_s
 from .rank_bounds import OnDevice, least_of_ranks_s
 from .shape_bounds import ShapeBounds
 from .space import Family, Leaves, Space, Split
+from .table import Table
 from .unequal import Kinds, UnequalPrices
 from .unequal_bounds import UnequalBounds
 from .whole_ranks import LayerTurns

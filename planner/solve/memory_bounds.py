@@ -19,7 +19,7 @@ from ..plan.pins import Pins
 from ..plan.schedules import ZERO_BUBBLE, is_chunked, rank_and_chunk
 from ..plan.shape import LayerOption, Offered, Shape
 from .chunked import Chunking, LeastRecompute, Recomputable, StageCuts
-from .fluid import ManyLayers
+from .path_prices import ManyLayers
 from .relaxed import DeviceColumns, least_of_each_one_s, least_slowest_of_each_s, least_slowest_of_whole_s
 from .shape_bounds import FastestTables, ShapeBounds
 from .space import Family, Leaves
@@ -92,7 +92,7 @@ class MemoryBounds:
     def layers(
         self, family: Family, leaves: Leaves, some: Ints, recompute: Recompute | None, pins: Pins
     ) -> tuple[list[ManyLayers], Floats, Floats, Floats, Floats]:
-        """What layers take in these shapes of a pipeline, as least_of_many_s of fluid.py wants it: ([run] of layers,
+        """What layers take in these shapes of a pipeline, as least_of_many_s wants it: ([run] of layers,
         [stage] -> micro-batches, [rank][shape] -> bytes, [stage but the last][shape] -> seconds waited for a transfer
         after it, and [shape] -> seconds at the end)."""
         ways, bounds, shape = self._ways(family, leaves, recompute, pins.offered), self.bounds, family.frugal

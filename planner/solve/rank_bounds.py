@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan.schedules import ZERO_BUBBLE
-from .fluid import ManyLayers, Table
+from .path_prices import ManyLayers
+from .table import Table
 
 Floats = NDArray[np.float64]
 

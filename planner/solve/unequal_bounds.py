@@ -15,12 +15,12 @@ from ..plan.document import Recompute
 from ..plan.pins import Pins
 from ..plan.schedules import ZERO_BUBBLE, is_chunked
 from .chunked import Chunking
-from .fluid import Table
 from .memory_bounds import MemoryBounds, in_flight
 from .rank_bounds import OnDevice, least_of_ranks_s
 from .relaxed import DeviceColumns, least_slowest_of_unequal_s
 from .shape_bounds import ShapeBounds
 from .space import Family, Leaves
+from .table import Table
 from .unequal import Kinds, kind_orders
 
 Floats = NDArray[np.float64]
