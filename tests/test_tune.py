@@ -26,10 +26,12 @@ from meshwright.executor.tuning.entrants import (
     on_cluster,
     to_beat_s,
 )
+from meshwright.executor.tuning.fit import TEACHERS, teachers
 from meshwright.executor.tuning.jobs import Fallen, Lap, LaunchedJob, cause_of, filled, processes_with, read_launcher
+from meshwright.executor.tuning.outcome import Tuned
 from meshwright.executor.tuning.race import in_words, lap_steps, leader_of, out_after
 from meshwright.executor.tuning.record import LapLine, Record, load_record
-from meshwright.executor.tuning.rounds import TEACHERS, Job, Tuned, Tuning, teachers
+from meshwright.executor.tuning.rounds import Job, Tuning
 from meshwright.executor.tuning.sitting import Venue, check_budget, check_cluster, header_of, open_record, read_budget
 from meshwright.planner.answers.search import SearchResult, search
 from meshwright.planner.cost.alone import kernels_s

@@ -16,8 +16,9 @@ from meshwright.executor.tuning import rounds
 from meshwright.executor.tuning.cut_down import CannotCutError, SmallerJob, cut_down, fewer_hosts, unseen
 from meshwright.executor.tuning.fewer_layers import without_blocks
 from meshwright.executor.tuning.jobs import Fallen, Lap
+from meshwright.executor.tuning.outcome import Tuned
 from meshwright.executor.tuning.record import Record, StandInLine, load_record
-from meshwright.executor.tuning.rounds import Job, Tuned
+from meshwright.executor.tuning.rounds import Job
 from meshwright.executor.tuning.sitting import Venue, header_of, open_record, running_hosts
 from meshwright.executor.tuning.small import SmallTuning, ranks_alone
 from meshwright.planner.answers.search import SearchResult, price_setup, search

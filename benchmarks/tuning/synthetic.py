@@ -22,7 +22,7 @@ from meshwright.executor.tuning.entrants import (
     priced_layouts,
     usual_layouts,
 )
-from meshwright.executor.tuning.rounds import TURN_NOISE, teachers
+from meshwright.executor.tuning.fit import TURN_NOISE, teachers
 from meshwright.planner.answers.search import search
 from meshwright.planner.cost.alone import all_kernels_s
 from meshwright.planner.cost.estimate import estimate

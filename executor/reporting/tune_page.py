@@ -7,9 +7,9 @@ from html import escape
 from ...profiler.machine.units import format_seconds
 from ..measuring.measurement import quantile
 from ..measuring.significance import paired
+from ..tuning.outcome import Contender, StandIn, Tuned
 from ..tuning.race import leader_of
 from ..tuning.record import FallLine, LapLine, Record, RefitLine
-from ..tuning.rounds import Contender, StandIn, Tuned
 from .drawing import WIDTH, colour_of, cut, figure, legend, line, rect, table, tag, text, ticks
 from .html_page import job_in_words, page, section, wide
 from .tune_report import MEMORY_HEADINGS, headings_of, memory_rows, rows_of, sentences

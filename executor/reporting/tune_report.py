@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ...profiler.machine.units import format_bytes, format_change, format_seconds
 from ..measuring.measurement import quantile
-from ..tuning.rounds import NOT_MEASURED, Contender, StandIn, Tuned
+from ..tuning.outcome import NOT_MEASURED, Contender, StandIn, Tuned
 from .terminal import hanging, print_job, print_notes, print_rows
 
 HEADINGS = ("candidate", "predicted", "fitted", "measured", "spread", "turns", "outcome")

@@ -13,21 +13,19 @@ from ...planner.answers.explain import compared, unless_measured
 from ...planner.answers.infeasible import InfeasibleError
 from ...planner.answers.search import SearchResult, SolverError, search
 from ...planner.cost.estimate import estimate
-from ...planner.cost.refit import COLLECTIVES, KNOBS, MeasuredCollective, MeasuredStep, most_open, refit, turned_hosts
+from ...planner.cost.refit import MeasuredCollective, MeasuredStep, turned_hosts
 from ...planner.cost.refit_memory import MeasuredMemory, MemoryRefit, refit_memory
 from ...planner.plan.document import MeasuredPlan, Plan
 from ...planner.plan.pins import Pins
 from ...planner.plan.training import TrainingSpec
-from ...profiler.machine.cluster import ClusterSpec, Device
-from ...profiler.machine.units import counted
+from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
-from ..measuring.exchanges import expected_collectives, measured_collectives
+from ..measuring.exchanges import measured_collectives
 from ..measuring.measured_steps import computed_s
 from ..measuring.measurement import WARM_UP_STEPS, quantile
 from ..measuring.significance import Apart, paired
 from ..measuring.slow_hosts import SlowHost, slow_in_laps, slower_cluster
 from ..measuring.slow_links import SlowLink, slow_links, with_slow_links
-from .cut_down import Unseen
 from .entrants import (
     NEWCOMERS,
     Entrant,
@@ -41,13 +39,11 @@ from .entrants import (
     to_beat_s,
     usual_layouts,
 )
+from .fit import fitted, refitted, teachers
 from .jobs import Fallen, Track
+from .outcome import NOT_MEASURED, Contender, MemoryRow, Tuned
 from .race import TURNS, in_words, lap_steps, leader_of, out_after
 from .record import EndLine, EntrantLine, FallLine, LapLine, Record, RefitLine, Say
-
-TURN_NOISE = 0.02
-"""Standard deviation of the logarithm of a step that took turns with others, around a right model: predictions by
-constants fitted to such steps were off by 1.2% in the median (benchmarks/planned_vs_manual)."""
 
 START_S = 15.0
 """Seconds that a job takes until its first step, before any was started here: Python, torch and the meeting of ranks
@@ -67,21 +63,11 @@ spare it keeps what it need not give back: GPT-2 held 12.8 GiB of an H100, and i
 WORTH = 0.005
 """A newcomer must be predicted to be this much faster than the leader; half of what counts as a difference."""
 
-TEACHERS = 3
-"""Plans that run a lap for the fit's sake, at most: those whose steps the others leave most open. (Plans that were not
-tried come at worst 4.2% off in `python -m benchmarks.tuning.synthetic`; with the best of two other kinds of layouts in
-their place it was 36%.)"""
-
-NOT_MEASURED = "not measured before the race ended"
-
 LESS = 0.98
 """Memory that plans may have, of what one that ran out of it was predicted to need."""
 
 _KEPT = 16
 """Layouts that the plan's document keeps as weighed beside it."""
-
-_LINKS = ("link bandwidth", "link latency", "replica overlap", *COLLECTIVES)
-_NETWORK = ("network bandwidth", "network latency")
 
 
 @dataclass(frozen=True)
@@ -98,74 +84,6 @@ class Job:
     search_s: float = 60.0
     knobs: tuple[str, ...] | None = None
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class StandIn:
-    """What ran in the place of a candidate that takes more hosts than there are. predicted_s, fitted_s: of what ran,
-    before anything was measured and by the constants at the end."""
-
-    label: str
-    plan: Plan
-    rank: int | None
-    predicted_s: float
-    fitted_s: float
-    measured: MeasuredPlan | None
-    outcome: str
-
-
-@dataclass(frozen=True)
-class Contender:
-    """What became of one candidate. predicted_s: before anything was measured; fitted_s: by the constants at the end;
-    outcome: against the leader, or why it was not measured. stand_ins: what was measured in its place; unseen: what of
-    its step that does not show. ratio: its step over the leader's, in the turns that both took."""
-
-    label: str
-    by: str
-    plan: Plan
-    predicted_s: float
-    fitted_s: float | None
-    measured: MeasuredPlan | None
-    outcome: str
-    stand_ins: tuple[StandIn, ...] = ()
-    unseen: tuple[Unseen, ...] = ()
-    ratio: float | None = None
-
-
-@dataclass(frozen=True)
-class MemoryRow:
-    """Peak memory of the fullest process of a pipeline coordinate, beside what is predicted of it before and after the
-    fit. kind: of the whole process, or of torch's allocator on the GPU."""
-
-    label: str
-    position: int
-    kind: Literal["resident", "allocated", "reserved"]
-    measured_bytes: float
-    predicted_bytes: float
-    fitted_bytes: float
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """The outcome: the plan (the best measured one; the best predicted one where none could be measured), constants for
-    the next model, every candidate the fastest first, and how it ended. smaller: what ran in the place of candidates,
-    in words; "" where they ran themselves. memory: of all that ran. slow, slow_links: hosts that compute slower than
-    the others, and those whose links are slower."""
-
-    plan: Plan
-    label: str
-    device: Device
-    factors: dict[str, float]
-    standings: tuple[Contender, ...]
-    agreed: bool
-    reason: str
-    rounds: int
-    elapsed_s: float
-    interrupted: bool = False
-    memory: tuple[MemoryRow, ...] = ()
-    smaller: str = ""
-    slow: tuple[SlowHost, ...] = ()
-    slow_links: tuple[SlowLink, ...] = ()
 
 
 class Tuning:
@@ -650,67 +568,6 @@ def _fullest(plan: Plan, laps: Sequence[Sequence[int]], rank: int | None) -> dic
 def start_s_of(step_s: float) -> float:
     """Seconds until a job is warm, by its predicted step."""
     return START_S + WARM_UP_STEPS * step_s
-
-
-def teachers(
-    found: Sequence[Entrant],
-    chosen: Sequence[Entrant],
-    cluster: ClusterSpec,
-    profile: ModelProfile,
-    knobs: Sequence[str] | None = None,
-) -> list[Entrant]:
-    """Of those found the ones, TEACHERS at most, whose steps those chosen would leave most open by the constants of a
-    cluster: slow as they may be by all predictions, a lap of each tells constants apart. knobs: as of Job."""
-    others = [each for each in found if each.label not in {one.label for one in chosen}]
-    plans = [one.plan for one in chosen], [each.plan for each in others]
-    names = knobs_of(cluster) if knobs is None else knobs
-    exchanged = expected_collectives(chosen[0].plan, profile) if chosen else []
-    return [others[i] for i in most_open(_linked(cluster), profile, *plans, TEACHERS, names, TURN_NOISE, exchanged)]
-
-
-def _linked(cluster: ClusterSpec) -> Device:
-    """The device of a cluster with its links."""
-    return cluster.device.model_copy(update={"link": cluster.link, "network": cluster.between_hosts})
-
-
-def fitted(
-    cluster: ClusterSpec,
-    runs: Sequence[MeasuredStep],
-    knobs: Sequence[str] | None = None,
-    exchanged: Sequence[MeasuredCollective] = (),
-) -> dict[str, float]:
-    """Factors on the constants of a cluster's devices that measured steps, and collectives before them, speak of.
-    knobs: as of Job."""
-    names = knobs_of(cluster) if knobs is None else knobs
-    return refit(_linked(cluster), runs, names, noise=TURN_NOISE, exchanged=exchanged).factors
-
-
-def knobs_of(cluster: ClusterSpec) -> tuple[str, ...]:
-    """Constants that what runs on a cluster speaks of."""
-    return tuple(knob.name for knob in KNOBS if _speaks(knob.name, cluster))
-
-
-def _speaks(knob: str, cluster: ClusterSpec) -> bool:
-    """Whether anything that runs on a cluster depends on a constant."""
-    if knob in _LINKS:
-        return cluster.num_devices > 1
-    return cluster.num_hosts > 1 if knob in _NETWORK else True
-
-
-def refitted(base: ClusterSpec, cluster: ClusterSpec, factors: dict[str, float], count: int) -> Device:
-    """The device of a cluster after the fit, as a file of its own, which says of each number what it was fitted to."""
-    device = cluster.device
-    sources = dict(device.sources)
-    for knob in KNOBS:
-        if knob.name in factors:
-            for name in knob.fields:
-                ran = f"the measured steps of {counted(count, 'plan')} by plan tune"
-                told = f"{knob.name} x {factors[knob.name]:.2f}, fitted to {ran}"
-                sources[name] = f"{sources[name]}; {told}" if name in sources else told
-    changes = {"link": cluster.link, "network": cluster.between_hosts, "sources": sources}
-    if device.memory < base.device.memory:
-        sources["memory"] = "measured: a plan that was predicted to need little more ran out of memory"
-    return device.model_copy(update=changes)
 
 
 def _bytes(plan: Plan) -> tuple[float, ...]:

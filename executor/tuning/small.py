@@ -16,22 +16,11 @@ from ..measuring.measured_steps import computed_s
 from ..measuring.measurement import quantile
 from .cut_down import CannotCutError, ProfileWithout, SmallerJob, Unseen, cut_down, unseen
 from .entrants import Entrant, Pool, challengers, key_of, on_cluster
+from .fit import knobs_of, refitted
 from .jobs import Track
+from .outcome import NOT_MEASURED, Contender, StandIn, Tuned
 from .record import EntrantLine, Record, RefitLine, Say, StandInLine
-from .rounds import (
-    COLD_LAP_S,
-    LAP_S,
-    NOT_MEASURED,
-    WORTH,
-    Contender,
-    Job,
-    StandIn,
-    Tuned,
-    Tuning,
-    knobs_of,
-    refitted,
-    start_s_of,
-)
+from .rounds import COLD_LAP_S, LAP_S, WORTH, Job, Tuning, start_s_of
 
 TURNS_EACH = 3
 """Laps of everything that runs: smaller jobs are measured for the fit, not told apart."""

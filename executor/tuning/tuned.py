@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ...planner.plan.training import TrainingSpec
     from ...profiler.model.loaded import LoadedModel
     from .cut_down import ProfileWithout
+    from .outcome import Tuned
     from .record import Record
-    from .rounds import Tuned
     from .sitting import Venue
 
 
