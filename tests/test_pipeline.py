@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.execution import drawn, matrix
-from meshwright.executor import torch_compat
+from meshwright.executor import torch_pipelining
 from meshwright.executor.parallel.micro_batches import loss_of, split_micro_batches
 from meshwright.executor.parallel.partition import check_partition, crossing_into, parameters_of_stages
 from meshwright.executor.parallel.pipeline import PipelineRunner
@@ -334,7 +334,7 @@ def test_torchs_own_split_of_the_backward_gives_wrong_gradients(monkeypatch: pyt
     What _without_overlap is for has no test of this kind: whether torch's groups of T5's parameters overlap follows
     the order of a set of nodes, so that torch's gradients are right in about one process of seven.
     """
-    monkeypatch.setattr(torch_compat.LeanPipelineStage, "_backward_past_inputs", lambda *_: None)
+    monkeypatch.setattr(torch_pipelining.LeanPipelineStage, "_backward_past_inputs", lambda *_: None)
 
     with pytest.raises(AssertionError):
         check_equal_to_one_process(load("beside"), plan_with("beside", [1, 1], "zb-h1", 3))

@@ -14,7 +14,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from ...planner.plan.document import Plan
 from ...planner.plan.schedules import ZERO_BUBBLE, stage_of, table
-from ..torch_compat import LeanPipelineStage, custom_schedule, reduce_gradients
+from ..torch_compat import reduce_gradients
+from ..torch_pipelining import LeanPipelineStage, custom_schedule
 from .micro_batches import MicroBatch, Scale, shapes_in, split_micro_batches
 from .stage_module import StageModule
 from .stage_replicas import StageReplicas
