@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._mode_utils import no_dispatch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from meshwright.profiler.model.chain import observe  # noqa: E402
 from meshwright.profiler.model.layer_run import LayerRun  # noqa: E402
 from meshwright.profiler.model.load import load_model  # noqa: E402
+from meshwright.profiler.model.observe import observe  # noqa: E402
 from meshwright.profiler.model.trace import trace  # noqa: E402
 from meshwright.profiler.running.fake import fake_model  # noqa: E402
 from meshwright.profiler.running.fake_modes import LeanFakeMode, fake_mode  # noqa: E402

@@ -24,7 +24,7 @@ from ..running.part_watch import ModuleCalls, PeakOf
 from ..running.put_off import PutOff
 from ..running.run_shapes import Shapes, TensorSpec
 from ..semantics.producers import Producers
-from .chain import Crossing, Layer, LayerChain, check_unwritten
+from .chain import Crossing, Layer, LayerChain
 from .chain_watch import Cursor, stubbed
 from .expert_banks import (
     BankCall,
@@ -37,6 +37,7 @@ from .expert_banks import (
     stacked_over,
 )
 from .model_profile import SELECTIVELY_KEPT, Producer
+from .observe import check_unwritten
 
 
 @dataclass(frozen=True)

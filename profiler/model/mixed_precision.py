@@ -8,7 +8,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..running.fake import FakeModel, fake_model
 from ..running.gpu_kernel_emulation import Mode
-from .chain import LayerChain, run_first_of_each_class
+from .chain import LayerChain
+from .other_runs import run_first_of_each_class
 
 
 def mixed_precision_problem(fake: FakeModel, chain: LayerChain) -> str:

@@ -7,7 +7,8 @@ from typing import Literal
 from ..running.fake import FakeModel
 from ..running.positions import longest
 from ..running.run_shapes import Shapes
-from .chain import Crossing, LayerChain, shapes_at
+from .chain import Crossing, LayerChain
+from .other_runs import shapes_at
 
 Dim = Literal["batch", "sequence", "other"]
 

@@ -36,7 +36,7 @@ from ..tensor_cuts.context_trial import backward_problem, context_problem
 from ..tensor_cuts.tensor_cuts import Found, common_degree, find_cuts
 from .batches import batch_problem, list_of_samples
 from .building import WAS_SPARSE
-from .chain import Layer, LayerChain, longest_throw, observe, shapes_at, unlike_crossings
+from .chain import Layer, LayerChain
 from .class_costs import Costed, layer_class_of
 from .coupling import Coupling, samples_of
 from .crossing_tensors import batch_tensors, crossing_tensors
@@ -46,6 +46,8 @@ from .lengths import at_seq_len
 from .loaded import Choices, LoadedModel
 from .mixed_precision import mixed_precision_problem
 from .model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut, fingerprint_of
+from .observe import longest_throw, observe
+from .other_runs import shapes_at, unlike_crossings
 from .run_sizes import RunSizes
 
 _SHORTEST = 16
