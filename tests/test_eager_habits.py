@@ -2,11 +2,8 @@
 
 import re
 import warnings
-import weakref
-from collections import UserDict, UserList, deque
-from collections.abc import Callable
+from collections import deque
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -21,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.executor import parallelize
-from meshwright.executor.parallel.micro_batches import MicroBatch, split_micro_batches
+from meshwright.executor.parallel.micro_batches import MicroBatch
 from meshwright.executor.parallel.rehearsal import Rehearsal
 from meshwright.executor.reporting import terminal
 from meshwright.planner.answers.blame import blamed
@@ -32,28 +29,8 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.building import in_evaluation, in_training, on_meta
 from meshwright.profiler.model.trace import trace
-from meshwright.profiler.running.forward_state import TensorsRead, changed, places_of, put_back, taken
-from support.habits import GLOBAL_BATCH, WIDTH, habit, pairs, planned, run, squared
+from support.habits import GLOBAL_BATCH, WIDTH, habit, linear, pairs, planned, run, squared
 from support.ranks import RankError, run_ranks
-
-
-def _linear(width: int = WIDTH) -> nn.Linear:
-    return nn.Linear(WIDTH, width)
-
-
-class Towers(nn.Module):
-    """Two views of a sample are to be nearer to each other than to those of other samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = nn.Sequential(_linear(), nn.Tanh(), _linear(8))
-
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return functional.normalize(self.tower(a)) @ functional.normalize(self.tower(b)).T * 4
-
-
-def _own_pairs(output: torch.Tensor, batch: Any) -> torch.Tensor:
-    return functional.cross_entropy(output, torch.arange(len(output)))
 
 
 class Merging(nn.Linear):
@@ -82,7 +59,7 @@ class Averaging(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = _linear(), _linear()
+        self.first, self.second = linear(), linear()
         self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -97,7 +74,7 @@ class Codes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = _linear(), _linear()
+        self.first, self.second = linear(), linear()
         self.register_buffer("codes", torch.linspace(-1, 1, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +93,7 @@ class ReadsWithoutGradient(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.offset = nn.Parameter(torch.randn(WIDTH))
-        self.first, self.second, self.third = _linear(), _linear(), _linear()
+        self.first, self.second, self.third = linear(), linear(), linear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -130,7 +107,7 @@ class Remembering(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = _linear(), _linear()
+        self.first, self.second = linear(), linear()
         self.past: deque[torch.Tensor] = deque(maxlen=2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -147,7 +124,7 @@ class Bags(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bag, self.out = nn.EmbeddingBag(50, WIDTH, mode="sum"), _linear(1)
+        self.bag, self.out = nn.EmbeddingBag(50, WIDTH, mode="sum"), linear(1)
 
     def forward(self, entries: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.out(self.bag(entries, offsets)).squeeze(-1)
@@ -163,7 +140,7 @@ class Noisy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = _linear(), _linear()
+        self.first, self.second = linear(), linear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.second(self.first(x) + torch.randn_like(x))
@@ -175,7 +152,7 @@ class LooksAtItself(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = _linear(), _linear()
+        self.first, self.second = linear(), linear()
         assert self.first.weight.abs().sum().item() > 0
         self.rates = [rate.item() for rate in torch.linspace(0.5, 1.0, 3)]
 
@@ -189,7 +166,7 @@ class Hooked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = _linear(), _linear()
+        self.first, self.second = linear(), linear()
         self.kept: dict[str, torch.Tensor] = {}
         self.first.register_forward_hook(lambda module, args, output: self.kept.__setitem__("first", output))
 
@@ -212,7 +189,7 @@ class Named(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH, device="cpu"), _linear()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH, device="cpu"), linear()
         self.plain = torch.arange(WIDTH) / WIDTH
         self.listed = [torch.ones(WIDTH), 2.0]
 
@@ -226,7 +203,7 @@ class Ladder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down = nn.ModuleList(_linear() for _ in range(3))
+        self.down = nn.ModuleList(linear() for _ in range(3))
         self.up = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -244,7 +221,7 @@ class WritesAcross(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(_linear()) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Sequential(linear()) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -260,7 +237,7 @@ class Mapped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = _linear(), _linear()
+        self.first, self.second = linear(), linear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.second(torch.func.vmap(lambda row: torch.tanh(self.first(row)))(x))
@@ -272,7 +249,7 @@ class Force(nn.Module):
 
     def __init__(self, by_func: bool) -> None:
         super().__init__()
-        self.first, self.second, self.by_func = _linear(), _linear(1), by_func
+        self.first, self.second, self.by_func = linear(), linear(1), by_func
 
     def energy(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.second(torch.tanh(self.first(x))).sum()
@@ -291,7 +268,7 @@ class Scripted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = _linear()
+        self.layer = linear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.relu(self.layer(x))
@@ -308,7 +285,7 @@ class Words(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.out = nn.Embedding(40, WIDTH, sparse=True), _linear(40)
+        self.words, self.out = nn.Embedding(40, WIDTH, sparse=True), linear(40)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.out(self.words(tokens))
@@ -320,8 +297,8 @@ def _words(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _compiled() -> nn.Module:
-    inner: Any = torch.compile(nn.Sequential(_linear(), nn.Tanh()))
-    whole: Any = torch.compile(nn.Sequential(inner, _linear()))
+    inner: Any = torch.compile(nn.Sequential(linear(), nn.Tanh()))
+    whole: Any = torch.compile(nn.Sequential(inner, linear()))
     module: nn.Module = whole
     return module
 
@@ -329,7 +306,7 @@ def _compiled() -> nn.Module:
 def _old_norm() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return nn.Sequential(weight_norm(_linear()), nn.ReLU(), weight_norm(_linear()))
+        return nn.Sequential(weight_norm(linear()), nn.ReLU(), weight_norm(linear()))
 
 
 class Twice(nn.Module):
@@ -337,7 +314,7 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = _linear()
+        self.layer = linear()
 
     def forward(self, state: dict[str, Any]) -> dict[str, Any]:
         x = self.layer(torch.relu(state["x"]))
@@ -370,7 +347,7 @@ class Between(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_linear() for _ in range(3))
+        self.layers = nn.ModuleList(linear() for _ in range(3))
         self.places = nn.Embedding(4, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -384,7 +361,7 @@ class Mixes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_linear() for _ in range(3))
+        self.layers = nn.ModuleList(linear() for _ in range(3))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         share = numpy.random.beta(0.4, 0.4)
@@ -399,8 +376,8 @@ class Repeats(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(_linear(), nn.Dropout(0.1)) for _ in range(4))
-        self.first = _linear()
+        self.layers = nn.ModuleList(nn.Sequential(linear(), nn.Dropout(0.1)) for _ in range(4))
+        self.first = linear()
 
     def two(self, number: int, x: torch.Tensor) -> torch.Tensor:
         x = x + torch.tanh(self.layers[number](x))
@@ -439,7 +416,7 @@ class Reordered(nn.Module):
         super().__init__()
         self.order = nn.Parameter(torch.arange(WIDTH).flip(0), requires_grad=False)
         self.mask = nn.Parameter(torch.arange(WIDTH) > 2, requires_grad=False)
-        self.layers = nn.ModuleList(_linear() for _ in range(2))
+        self.layers = nn.ModuleList(linear() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x[:, self.order] * self.mask
@@ -456,7 +433,7 @@ class OnABackbone(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.backbone = nn.Sequential(_linear(), nn.Tanh(), _linear()), BACKBONE
+        self.layers, self.backbone = nn.Sequential(linear(), nn.Tanh(), linear()), BACKBONE
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.backbone(self.layers(x))
@@ -468,7 +445,7 @@ class Writes(nn.Module):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.way, self.layer, self.other = way, _linear(), _linear()
+        self.way, self.layer, self.other = way, linear(), linear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.way == "into .data":
@@ -481,7 +458,7 @@ class Writes(nn.Module):
 
 
 def _in_one_memory() -> nn.Module:
-    model = nn.Sequential(_linear(), nn.Tanh(), _linear())
+    model = nn.Sequential(linear(), nn.Tanh(), linear())
     model[2].weight.data = model[0].weight.data  # type: ignore[union-attr]
     return model
 
@@ -491,7 +468,7 @@ class LateBranch(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.late, self.calls = _linear(), _linear(), 0
+        self.first, self.late, self.calls = linear(), linear(), 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -504,7 +481,7 @@ class Distributed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.scale, self.decoder = _linear(), _linear(), _linear()
+        self.encoder, self.scale, self.decoder = linear(), linear(), linear()
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         h = torch.tanh(self.encoder(x))
@@ -526,14 +503,14 @@ class HandsObjects(nn.Module):
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear = _linear()
+            self.linear = linear()
 
         def forward(self, state: State) -> State:
             return State(torch.tanh(self.linear(state.h)))
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = _linear()
+        self.first = linear()
         self.layers = nn.ModuleList(self.Layer() for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -562,7 +539,7 @@ class Crops(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(_linear(), nn.Tanh(), _linear())
+        self.layers = nn.Sequential(linear(), nn.Tanh(), linear())
 
     def forward(self, crops: list[torch.Tensor]) -> torch.Tensor:
         out: torch.Tensor = self.layers(torch.stack([crop.mean(0) for crop in crops]))
@@ -589,8 +566,8 @@ HABITS: dict[str, Any] = {
     "looks at itself": habit(LooksAtItself),
     "reads without gradient": habit(ReadsWithoutGradient),
     "lazy": habit(lambda: nn.Sequential(nn.LazyLinear(WIDTH), nn.ReLU(), nn.LazyLinear(WIDTH))),
-    "orthogonal": habit(lambda: nn.Sequential(orthogonal(_linear()), nn.ReLU(), _linear())),
-    "spectral norm": habit(lambda: nn.Sequential(spectral_norm(_linear()), nn.ReLU(), spectral_norm(_linear()))),
+    "orthogonal": habit(lambda: nn.Sequential(orthogonal(linear()), nn.ReLU(), linear())),
+    "spectral norm": habit(lambda: nn.Sequential(spectral_norm(linear()), nn.ReLU(), spectral_norm(linear()))),
     "old weight norm": habit(_old_norm),
     "noisy": habit(Noisy),
     "hooked": habit(Hooked),
@@ -606,18 +583,18 @@ HABITS: dict[str, Any] = {
     "force": habit(lambda: Force(by_func=False)),
     "scripted": habit(_partly_scripted),
     "sparse": habit(Words, batch=_words),
-    "synced norm": habit(lambda: nn.Sequential(_linear(), nn.SyncBatchNorm(WIDTH), nn.ReLU(), _linear())),
+    "synced norm": habit(lambda: nn.Sequential(linear(), nn.SyncBatchNorm(WIDTH), nn.ReLU(), linear())),
     "double": habit(
-        lambda: nn.Sequential(_linear(), nn.ReLU(), _linear()).double(),
+        lambda: nn.Sequential(linear(), nn.ReLU(), linear()).double(),
         batch=lambda size: (torch.randn(size, WIDTH).double(), torch.randn(size, WIDTH).double()),
     ),
     "half": habit(
-        lambda: nn.Sequential(_linear(), nn.ReLU(), _linear()).bfloat16(),
+        lambda: nn.Sequential(linear(), nn.ReLU(), linear()).bfloat16(),
         batch=lambda size: (torch.randn(size, WIDTH).bfloat16(), torch.randn(size, WIDTH).bfloat16()),
     ),
     "bags": habit(Bags, batch=_bags),
     "one tensor": habit(
-        lambda: nn.Sequential(_linear(), nn.ReLU(), _linear()),
+        lambda: nn.Sequential(linear(), nn.ReLU(), linear()),
         batch=lambda size: torch.randn(size, WIDTH),
         loss=lambda output, batch: (output - batch).square().mean(),
     ),
@@ -669,25 +646,13 @@ def test_a_generator_of_its_own_is_no_decision_by_values() -> None:
     class Draws(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.generator = _linear(), torch.Generator()
+            self.layer, self.generator = linear(), torch.Generator()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = self.layer(x + torch.randn(x.shape, generator=self.generator))
             return out
 
     assert not trace(habit(Draws)).decides_by_values
-
-
-def test_a_tensor_that_is_watched_is_kept_so_that_no_other_is_taken_for_it() -> None:
-    """Qwen2-VL keeps what it computed of positions and lets go of it in the next forward: another tensor got its id."""
-    seen = torch.ones(2)
-    place = weakref.ref(seen)
-    with TensorsRead({"seen": seen}) as read:
-        seen = seen.clone()
-        torch.ones(2).add(seen)
-
-    assert place() is not None
-    assert read.places == ["seen"]
 
 
 def test_what_runs_between_layers_has_a_name_for_each_of_its_runs() -> None:
@@ -723,35 +688,13 @@ def test_weights_that_no_optimizer_would_step_as_eager_does_are_refused(build: A
 
 def test_parameters_may_be_parts_of_one_storage() -> None:
     def build() -> nn.Module:
-        model = nn.Sequential(_linear(), nn.Tanh(), _linear())
+        model = nn.Sequential(linear(), nn.Tanh(), linear())
         whole = torch.randn(2 * WIDTH, WIDTH)
         for i in range(2):
             model[2 * i].weight.data = whole[i * WIDTH : (i + 1) * WIDTH]  # type: ignore[union-attr]
         return model
 
     assert trace(habit(build)).num_parameters == 2 * (WIDTH + 1) * WIDTH
-
-
-def test_a_loss_that_reads_a_model_by_itself_is_refused() -> None:
-    made: list[nn.Module] = []
-
-    def build() -> nn.Module:
-        made.append(nn.Sequential(_linear(), nn.Tanh(), _linear()))
-        return made[-1]
-
-    def penalised(output: torch.Tensor, batch: Any) -> torch.Tensor:
-        return functional.mse_loss(output, batch[1]) + made[-1][0].weight.square().sum()  # type: ignore[index]
-
-    with pytest.raises(ValueError, match=r"reads 0\.\w+, which is not in the output, from a model that it holds"):
-        trace(habit(build, loss=penalised))
-
-
-def test_what_a_loss_would_train_by_itself_is_told() -> None:
-    centre = nn.Parameter(torch.zeros(WIDTH))
-    loaded = habit(_linear, loss=lambda output, batch: (output - batch[1] - centre).square().mean())
-
-    assert any("the loss would train a tensor of [32] of its own" in note for note in trace(loaded).told)
-    assert not any("the loss would train" in note for note in trace(habit(_linear)).told)
 
 
 @pytest.mark.slow
@@ -766,8 +709,7 @@ def test_replicas_average_what_only_a_later_forward_reads() -> None:
     [
         (HandsObjects, "what layers.0 returns is no tensor"),
         (ByItself, "ByItself computes with its parameters by itself"),
-        (_linear, "Linear is one module without parts"),
-        (lambda: Between(), "the forward does not call layers.0, but what is inside of it"),
+        (linear, "Linear is one module without parts"),
     ],
 )
 def test_what_cannot_be_cut_says_why(build: Any, why: str) -> None:
@@ -777,144 +719,15 @@ def test_what_cannot_be_cut_says_why(build: Any, why: str) -> None:
     assert any(note.startswith(why) and note.endswith("so all of it is one layer") for note in profile.notes)
 
 
-class WarmingUp:
-    """A loss that counts its calls and grows with them."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
-        self.calls += 1
-        return functional.mse_loss(output, batch[1]) * min(1.0, self.calls / 100)
-
-
-_CALLS = [0]
-
-
-def warming_up(output: torch.Tensor, batch: Any) -> torch.Tensor:
-    """The same, which counts them in its file."""
-    _CALLS[0] += 1
-    return functional.mse_loss(output, batch[1]) * min(1.0, _CALLS[0] / 100)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", [WarmingUp(), warming_up])
-def test_a_loss_that_counts_its_calls_couples_no_samples_and_counts_on_each_rank(loss: Any) -> None:
-    loaded = habit(lambda: nn.Sequential(_linear(), nn.Tanh(), _linear()), loss=loss)
-
-    assert not trace(loaded).coupling
-    assert _CALLS == [0]
-    report = run(loaded, data_replicate=2, micro_batch=2)
-    assert report.ok, report.lines
-
-
 def test_a_list_with_an_entry_for_each_sample_is_not_cut() -> None:
     assert "element 0 of a batch is a list with an entry for each sample" in trace(HABITS["crops"]).batch_problem
-
-
-def test_numpy_arrays_in_a_batch_are_told_as_such() -> None:
-    def batch(size: int) -> Any:
-        return {"x": torch.randn(size, WIDTH), "more": [numpy.zeros((size, 2))]}
-
-    with pytest.raises(ValueError, match=r"gives a numpy array of \[2, 2\] at \['more'\]\[0\].*torch.from_numpy"):
-        trace(habit(_linear, batch=batch))
-
-    with pytest.raises(ValueError, match=r"the batch holds a numpy array of \[4, 2\]"):
-        split_micro_batches(batch(4), 2, 4)
-
-
-@pytest.mark.filterwarnings("ignore:.*(nested|Sparse)")
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (torch.Tensor.to_sparse, r"a sparse tensor at \[0\], which .*to_dense"),
-        (torch.Tensor.to_sparse_csr, r"a sparse tensor at \[0\], which .*to_dense"),
-        (
-            lambda x: torch.nested.as_nested_tensor(list(x), layout=torch.jagged),
-            r"a nested tensor at \[0\], which .* mask",
-        ),
-    ],
-)
-def test_tensors_that_are_cut_by_no_dim_are_told_as_such(
-    make: Callable[[torch.Tensor], torch.Tensor], words: str
-) -> None:
-    with pytest.raises(ValueError, match=f"gives {words}"):
-        trace(habit(_linear, batch=lambda size: (make(torch.randn(size, WIDTH)),)))
-
-    with pytest.raises(ValueError, match=f"the batch holds {words}"):
-        split_micro_batches((make(torch.randn(4, WIDTH)),), 2, 4)
-
-
-@pytest.mark.filterwarnings("ignore:.*nested")
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-def test_nested_tensors_of_a_forward_are_told_as_such(layout: torch.layout) -> None:
-    class Rows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.only = _linear()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            rows = torch.nested.as_nested_tensor(list(x), layout=layout)
-            return torch.nested.to_padded_tensor(self.only(rows), 0.0)
-
-    with pytest.raises(ValueError, match=r"makes nested tensors .*: pad the rows"):
-        trace(habit(Rows))
-
-
-class Entries(dict):  # type: ignore[type-arg]
-    """A dict of a class of its own, which torch does not look into."""
-
-
-@dataclass
-class Inputs:
-    """Inputs under a name."""
-
-    x: torch.Tensor
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda x: (Inputs(x), x), r"an object of Inputs at \[0\], .* a tuple or a dict of tensors"),
-        (lambda x: Entries(x=x, y=x), r"an object of Entries at its top, .* make it a dict: dict\(batch\)"),
-        (lambda x: UserDict(x=x), r"an object of UserDict at its top, .* make it a dict: dict\(batch\)"),
-        (lambda x: (nn.utils.rnn.pack_sequence(list(x)), x), r"an object of PackedSequence at \[0\]"),
-    ],
-)
-def test_objects_whose_tensors_nothing_cuts_are_told_as_such(make: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=f"gives {words}"):
-        trace(habit(_linear, batch=lambda size: make(torch.randn(size, WIDTH))))
-
-    with pytest.raises(ValueError, match=f"the batch holds {words}"):
-        split_micro_batches(make(torch.randn(4, WIDTH)), 2, 4)
-
-
-def test_tensors_inside_of_lists_are_cut_with_their_samples() -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = _linear(), _linear()
-
-        def forward(self, views: list[torch.Tensor]) -> torch.Tensor:
-            out: torch.Tensor = self.second(self.first(views[0].T)) - self.first(views[1])
-            return out
-
-    def batch(size: int) -> Any:
-        return {"views": [torch.randn(WIDTH, size), torch.randn(size, WIDTH)]}
-
-    profile = trace(habit(Both, batch=batch, loss=lambda output, batch: output.square().mean()))
-
-    assert profile.batch_problem == profile.coupling == ""
-    assert [(tensor.name, tensor.dims.index("batch")) for tensor in profile.batch] == [("views.0", 1), ("views.1", 0)]
-    parts = split_micro_batches(batch(4), 2, 4, profile.batch)
-    assert [[list(view.shape) for view in part["views"]] for part in parts] == [[[WIDTH, 2], [2, WIDTH]]] * 2
 
 
 def test_what_eager_cannot_train_either_is_said_to_be_so() -> None:
     class Spoils(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = _linear(), _linear()
+            self.first, self.second = linear(), linear()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = torch.relu(self.first(x))
@@ -930,8 +743,8 @@ def test_names_that_look_like_markup_are_printed_as_they_are(capsys: pytest.Capt
     class Quirky(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.add_module("[/bold]", _linear())
-            self.add_module("[red]x", _linear())
+            self.add_module("[/bold]", linear())
+            self.add_module("[red]x", linear())
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for child in self.children():
@@ -947,13 +760,13 @@ def test_names_that_look_like_markup_are_printed_as_they_are(capsys: pytest.Capt
 
 
 def _counting(plan: Plan) -> None:
-    trainer = parallelize(lambda: nn.Sequential(_linear(), nn.Tanh(), _linear()), plan, torch.optim.AdamW, squared)
+    trainer = parallelize(lambda: nn.Sequential(linear(), nn.Tanh(), linear()), plan, torch.optim.AdamW, squared)
     with FlopCounterMode(display=False):
         trainer.step(pairs(GLOBAL_BATCH))
 
 
 def test_counting_operators_of_a_backward_in_two_parts_is_refused_in_words() -> None:
-    plan = planned(habit(lambda: nn.Sequential(_linear(), nn.Tanh(), _linear())), pipeline=2, schedule="zb-h1")
+    plan = planned(habit(lambda: nn.Sequential(linear(), nn.Tanh(), linear())), pipeline=2, schedule="zb-h1")
 
     with pytest.raises(RankError, match="a hook is set on all modules, as FlopCounterMode does, and zb-h1"):
         run_ranks(_counting, 2, plan)
@@ -963,7 +776,7 @@ def test_noise_that_two_layers_read_is_drawn_once_and_sent() -> None:
     class Denoising(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = _linear(), _linear()
+            self.first, self.second = linear(), linear()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             noise = torch.randn_like(x)
@@ -979,7 +792,7 @@ def test_values_of_another_width_than_keys_are_run_on_real_tensors_too() -> None
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.keys, self.values, self.out = _linear(), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+            self.keys, self.values, self.out = linear(), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if bool((x > 1e9).any()):
@@ -996,7 +809,7 @@ def test_a_model_that_rescales_weights_to_evaluate_is_cut_into_no_stages() -> No
     class Rescaling(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers, self.scaled = nn.ModuleList(_linear() for _ in range(4)), False
+            self.layers, self.scaled = nn.ModuleList(linear() for _ in range(4)), False
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.training == self.scaled:
@@ -1018,7 +831,7 @@ def test_parameters_without_elements_are_not_sharded() -> None:
     class Empty(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.none, self.out = nn.Parameter(torch.zeros(0, WIDTH)), _linear()
+            self.none, self.out = nn.Parameter(torch.zeros(0, WIDTH)), linear()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = self.out(x) + self.none.sum()
@@ -1027,38 +840,11 @@ def test_parameters_without_elements_are_not_sharded() -> None:
     assert "data_shard: none has no elements to shard" in str(sharding_rule(trace(habit(Empty)), "fp32"))
 
 
-def test_a_loss_over_pairs_of_samples_is_not_split_unless_the_user_says_so() -> None:
-    loaded = habit(Towers, loss=_own_pairs)
-
-    with pytest.raises(ValueError, match=r"legal: micro_batch: the loss couples the samples .*--pin micro_batch"):
-        planned(loaded)
-
-    plan = planned(loaded, micro_batch=4)
-
-    assert (plan.micro_batch, plan.degrees.data) == (4, 2)
-
-
-def test_verify_tells_what_splitting_changes_from_what_the_plan_does() -> None:
-    report = run(habit(Towers, loss=_own_pairs), micro_batch=2)
-
-    assert report.ok
-    assert report.splitting is not None
-    assert report.splitting.what == "loss of step 1"
-    assert report.splitting.relative > 0.1
-    assert "that splits its batch alike" in report.lines[-1]
-
-
-def test_batch_norms_are_no_coupling_that_a_plan_has_to_keep() -> None:
-    norm = nn.Sequential(_linear(), nn.BatchNorm1d(WIDTH), _linear())
-
-    assert trace(habit(lambda: norm)).coupling == ""
-
-
 def test_what_the_first_batch_leaves_for_all_others_is_told() -> None:
     class Centres(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second, self.mean = _linear(), _linear(), None
+            self.first, self.second, self.mean = linear(), linear(), None
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.mean is None:
@@ -1088,7 +874,7 @@ def test_a_train_of_its_own_is_called_and_what_is_frozen_stays_so() -> None:
 
 def test_what_torch_export_makes_is_refused_in_words() -> None:
     def exported() -> nn.Module:
-        return torch.export.export(_linear(), (torch.randn(2, WIDTH),)).module()
+        return torch.export.export(linear(), (torch.randn(2, WIDTH),)).module()
 
     with pytest.raises(ValueError, match=r"is in one mode for good .* the module that it was made of"):
         in_training(exported())
@@ -1106,39 +892,12 @@ def test_what_is_merged_for_an_evaluation_is_trained_apart_after_it() -> None:
     assert all(torch.allclose(p.weight, w, atol=1e-6) for p, w in zip(model.children(), was, strict=True))  # type: ignore[arg-type]
 
 
-def test_a_loss_that_adds_up_its_samples_is_told_from_one_that_couples_them() -> None:
-    def added(output: torch.Tensor, batch: Any) -> torch.Tensor:
-        return functional.mse_loss(output, batch[1], reduction="sum")
-
-    said = trace(habit(lambda: nn.Sequential(_linear(), nn.Tanh(), _linear()), loss=added)).coupling
-
-    assert "is the sum of its halves' and not their mean; let the loss be a mean over samples" in said
-
-
-def test_a_mean_over_the_batch_couples() -> None:
-    class Centred(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = _linear(), _linear()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = self.first(x)
-            out: torch.Tensor = self.second(h - h.mean(0))
-            return out
-
-    assert "the loss of 4 samples is" in trace(habit(Centred)).coupling
-
-
-def _half() -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())
-
-
 class Segments(nn.Module):
     """Takes what is no padding in one row, and adds up each sample's part of it before its last layer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.middle, self.last = nn.Embedding(50, WIDTH), _linear(), _linear()
+        self.words, self.middle, self.last = nn.Embedding(50, WIDTH), linear(), linear()
 
     def forward(self, words: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         lengths = mask.sum(1)
@@ -1159,156 +918,6 @@ def test_no_stage_runs_functions_on_a_stand_in_of_another_size_than_the_batch_ma
     assert not legal_cuts(profile)
 
 
-class Holder(nn.Module):
-    """Two halves of a layer, and no forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixer, self.mlp = _half(), _half()
-
-
-class Held(nn.Module):
-    """Layers that cannot run themselves: the model's forward calls what they hold."""
-
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(make() for _ in range(2))
-        self.head = _linear()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            for half in layer.children():
-                x = x + half(x)
-        out: torch.Tensor = self.head(x)
-        return out
-
-
-class Parts(nn.Module):
-    """Its parts in a dict, as nanoGPT's, the blocks in a list there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        blocks = nn.ModuleList(_half() for _ in range(3))
-        self.parts = nn.ModuleDict({"first": _linear(), "blocks": blocks, "norm": nn.LayerNorm(WIDTH)})
-        self.head = _linear()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.parts["first"](x)
-        for block in self.parts["blocks"].children():
-            x = x + block(x)
-        out: torch.Tensor = self.head(self.parts["norm"](x))
-        return out
-
-
-@pytest.mark.parametrize(
-    ("build", "layers"),
-    [
-        (lambda: Held(lambda: nn.ModuleList([_half(), _half()])), ["0.0", "0.1", "1.0", "1.1"]),
-        (lambda: Held(lambda: nn.ModuleDict({"a": _half(), "b": _half()})), ["0.a", "0.b", "1.a", "1.b"]),
-        (lambda: Held(Holder), ["0.mixer", "0.mlp", "1.mixer", "1.mlp"]),
-        (Parts, ["first", "blocks.0", "blocks.1", "blocks.2", "norm"]),
-    ],
-)
-def test_what_has_no_forward_is_no_layer_but_what_it_holds(build: Callable[[], nn.Module], layers: list[str]) -> None:
-    names = [layer.name for layer in trace(habit(build)).layers]
-
-    assert [name.partition(".")[2] or name for name in names] == [*layers, "head"]
-
-
-class _Keeps(nn.Linear):
-    """Returns what it puts into a list of the forward's own class, too."""
-
-    def forward(self, x: torch.Tensor, kept: UserList[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
-        kept.append(super().forward(x).tanh())
-        return kept[-1]
-
-
-class _Slotted:
-    """A list whose items are in none of its attributes that `vars` tells."""
-
-    __slots__ = ("append", "items")
-
-    def __init__(self) -> None:
-        self.items: list[torch.Tensor] = []
-        self.append = self.items.append
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        return self.items[number]
-
-
-class _Kept(nn.Module):
-    def __init__(self, make: Callable[[], Any]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Keeps(WIDTH, WIDTH) for _ in range(3))
-        self.make = make
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept = self.make()
-        for layer in self.layers:
-            x = layer(x, kept)
-        return sum(kept, x)
-
-
-class _KeepsOnItself(nn.Linear):
-    """Returns what it keeps, too."""
-
-    kept: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.kept = super().forward(x).tanh()
-        return self.kept
-
-
-class _Collecting(nn.Module):
-    def __init__(self, collects: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_KeepsOnItself(WIDTH, WIDTH) for _ in range(3))
-        self.collects = collects
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return sum((layer.kept for layer in self.layers if layer.kept is not None and self.collects), x)  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("build", "why"),
-    [
-        (lambda: _Kept(UserList), "layers.0 changes attributes of an object of UserList"),
-        (lambda: _Kept(_Slotted), "layers.0 keeps aside what it returns, and it is read there"),
-        (lambda: _Collecting(True), "layers.0 keeps aside what it returns, and it is read there"),
-        (lambda: _Collecting(False), ""),
-    ],
-)
-def test_layers_that_put_aside_what_they_return_are_one_where_it_is_read(build: Any, why: str) -> None:
-    profile = trace(habit(build))
-
-    assert len(profile.layers) == (1 if why else 3)
-    assert any(why in note for note in (*profile.notes, ""))
-
-
-@pytest.mark.slow
-def test_a_model_in_the_manner_of_nano_gpt_trains_in_stages() -> None:
-    assert run(habit(Parts), ranks=4, pipeline=4).ok
-
-
-class Uncalled(Holder):
-    """Its forward is not what the model calls."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.mlp(self.mixer(x))
-        return out
-
-
-class Between(Held):
-    def __init__(self) -> None:
-        super().__init__(Uncalled)
-        self.first = _linear()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.first(x))
-
-
 class Grouped(nn.Module):
     """Two experts in one grouped product, whose fake version is in bfloat16 alone."""
 
@@ -1323,7 +932,7 @@ class Grouped(nn.Module):
 
 def test_products_of_groups_are_rehearsed_in_the_dtype_of_their_weights() -> None:
     loaded = habit(
-        lambda: nn.Sequential(nn.Embedding(8, WIDTH), Grouped(), Grouped(), _linear()),
+        lambda: nn.Sequential(nn.Embedding(8, WIDTH), Grouped(), Grouped(), linear()),
         batch=lambda size: (torch.randint(8, (size,)), torch.randn(size, WIDTH)),
     )
     rehearsal = Rehearsal(on_meta(loaded.build), planned(loaded, pipeline=2))
@@ -1340,7 +949,7 @@ class Skipping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(_linear(), nn.Dropout(0.1)) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Sequential(linear(), nn.Dropout(0.1)) for _ in range(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -1362,8 +971,8 @@ class Masked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.mask = _linear(), nn.Parameter(torch.randn(WIDTH))
-        self.layers = nn.ModuleList(nn.Sequential(_linear(), nn.Tanh()) for _ in range(2))
+        self.first, self.mask = linear(), nn.Parameter(torch.randn(WIDTH))
+        self.layers = nn.ModuleList(nn.Sequential(linear(), nn.Tanh()) for _ in range(2))
 
     def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         x = self.first(x if float(x.detach().sum()) < 1e9 else x * 2)
@@ -1389,8 +998,8 @@ class Guided(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.labels, self.given = nn.Embedding(11, WIDTH), _linear()
-        self.blocks = nn.ModuleList(nn.Sequential(_linear(), nn.Tanh()) for _ in range(4))
+        self.labels, self.given = nn.Embedding(11, WIDTH), linear()
+        self.blocks = nn.ModuleList(nn.Sequential(linear(), nn.Tanh()) for _ in range(4))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.given(x)
@@ -1436,7 +1045,7 @@ class Decides(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = _linear(), _linear()
+        self.first, self.second = linear(), linear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h: torch.Tensor = self.first(x) * float(x.abs().max().item())
@@ -1466,7 +1075,7 @@ class ReadsBeside(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(_linear(), nn.ReLU(), _linear()) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Sequential(linear(), nn.ReLU(), linear()) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -1489,7 +1098,7 @@ def test_what_does_not_run_in_bf16_is_not_laid_to_the_batch() -> None:
     class Turning(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first = _linear()
+            self.first = linear()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             turned = torch.view_as_complex(self.first(x).unflatten(-1, (-1, 2))) * 1j
@@ -1514,7 +1123,7 @@ class Equilibrium(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.step, self.given = nn.Linear(WIDTH, WIDTH, bias=False), _linear()
+        self.step, self.given = nn.Linear(WIDTH, WIDTH, bias=False), linear()
         self.step.weight.data.mul_(0.3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -1538,71 +1147,15 @@ class Equilibrium(nn.Module):
 
 
 def test_a_layer_whose_hooks_ask_for_gradients_is_run_again_for_each() -> None:
-    report = run(habit(lambda: nn.Sequential(_linear(), Equilibrium(), _linear())), data_replicate=2, recompute="full")
+    report = run(habit(lambda: nn.Sequential(linear(), Equilibrium(), linear())), data_replicate=2, recompute="full")
 
     assert report.ok, report.lines
 
 
 def test_a_layer_whose_hooks_ask_for_gradients_is_not_run_again_selectively() -> None:
-    model = habit(lambda: nn.Sequential(_linear(), Equilibrium(), _linear()))
+    model = habit(lambda: nn.Sequential(linear(), Equilibrium(), linear()))
 
     report = run(model, data_replicate=2, recompute="selective")
 
     assert "asks for gradients of its own" in str(report.failure)
     assert "recompute=full" in str(report.failure)
-
-
-def test_numbers_that_nobody_wrote_into_are_copied_once() -> None:
-    model = nn.Linear(2, 2)
-    model.register_buffer("seen", torch.zeros(2))
-    seen = model.get_buffer("seen")
-    places = places_of(model, keep_copies=True)
-
-    def copies() -> list[torch.Tensor]:
-        return [value[1] for _, value in taken(places) if isinstance(value, tuple)]
-
-    first = taken(places)
-    (copied,) = copies()
-    assert copies()[0] is copied
-    seen.add_(1)
-    (after,) = copies()
-    assert after.tolist() == [1, 1]
-    put_back(first)
-    assert seen.tolist() == [0, 0]
-    assert copies()[0] is copied
-    seen.add_(2)
-    assert copies()[0].tolist() == [2, 2]
-
-
-def test_numbers_that_are_written_without_a_trace_are_put_back_too() -> None:
-    model = nn.Linear(2, 2)
-    model.register_buffer("seen", torch.zeros(2))
-    seen = model.get_buffer("seen")
-    places = places_of(model, keep_copies=True)
-
-    for number in (1.0, 2.0):
-        before = taken(places)
-        seen.data.fill_(number)
-        put_back(changed(before))
-        assert seen.tolist() == [0, 0]
-
-
-class Hiding(nn.Module):
-    """Draws which values are hidden, and returns the mean of what it makes of those."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = _linear()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.rand_like(x) < 0.3
-        return self.linear(x.masked_fill(hidden, 0.0))[hidden.nonzero(as_tuple=True)].square().mean()
-
-
-def test_a_loss_that_is_no_number_in_one_process_is_told_and_not_laid_to_the_plan() -> None:
-    loaded = habit(Hiding, batch=lambda size: pairs(size)[0], loss=None)
-
-    report = run(loaded, data_replicate=2)
-
-    assert report.failure is not None
-    assert re.match("the loss of step 1 is nan in one process, where all that the model draws is one", report.failure)

@@ -22,6 +22,11 @@ WIDTH = 32
 GLOBAL_BATCH = 8
 
 
+def linear(width: int = WIDTH) -> nn.Linear:
+    """A layer of that width."""
+    return nn.Linear(WIDTH, width)
+
+
 def pairs(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(inputs, targets) of a regression."""
     return torch.randn(size, WIDTH), torch.randn(size, WIDTH)
