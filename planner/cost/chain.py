@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
-from numpy.typing import NDArray
 
 from ...profiler.model.model_profile import CrossingTensor, ModelProfile
+from ..arrays import Flags, Floats, Ints
 from ..plan.document import Recompute
 from ..plan.schedules import ZERO_BUBBLE
 from ..plan.shape import LayerOption, Offered, Shape
@@ -23,9 +23,6 @@ from .kinds import Kind, kinds_of, shared_groups
 from .layer_cost import CostModel
 from .peak import Arrivals
 from .priced_layer import LayerCost
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _Row = TypeVar("_Row")
 _Found = TypeVar("_Found")
@@ -267,16 +264,16 @@ class Chain:
         return np.array([c.last_run for c in self.compositions])
 
     @cached_property
-    def at_start(self) -> NDArray[np.bool_]:
+    def at_start(self) -> Flags:
         """[composition] -> whether some interval of it begins the chain."""
         return self._seen(self.composition_of[0])
 
     @cached_property
-    def at_end(self) -> NDArray[np.bool_]:
+    def at_end(self) -> Flags:
         """[composition] -> whether some interval of it ends the chain."""
         return self._seen(self.composition_of[:, -1])
 
-    def _seen(self, compositions: Ints) -> NDArray[np.bool_]:
+    def _seen(self, compositions: Ints) -> Flags:
         seen = np.zeros(len(self.compositions), dtype=bool)
         seen[compositions[compositions >= 0]] = True
         return seen

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Generic, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...profiler.machine.cluster import Group, Link
+from ..arrays import Floats
 from .elementwise import Values, choose, least, most, root
 from .kernels import ExchangeRates, RingRates
 
@@ -145,8 +145,8 @@ RINGS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter
 
 
 def seconds_at_places(
-    traffic: Sequence[tuple[CollectiveKind, NDArray[np.float64]]], places: Sequence[GroupLinks], count: int
-) -> NDArray[np.float64]:
+    traffic: Sequence[tuple[CollectiveKind, Floats]], places: Sequence[GroupLinks], count: int
+) -> Floats:
     """[place][size] -> seconds of these collectives, each (kind, [size] -> bytes): the bytes of all rings of a kind at
     once. count: of sizes."""
     found = np.zeros((len(places), count))

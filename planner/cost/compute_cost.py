@@ -6,20 +6,16 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...profiler.machine.cluster import Device, MatmulSample
 from ...profiler.model.model_profile import SELECTIVELY_KEPT, Amount, Costs, OpProfile
+from ..arrays import Flags, Floats, Ints
 from ..plan.document import Recompute, parts_of
 from ..plan.training import LOW_PRECISIONS
 from .elementwise import Values
 from .host_cost import NOTHING_ISSUED, RECOMPUTED, Issued, sum_of
 from .kept import kept
 from .kernels import KernelFamily, attention_s, bank_products_s, family_of, product_s
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 WAVE_EXPONENT = 0.432
 """How much of the ideal loss to partly filled waves of tiles is paid. This and the other constants here are fitted to

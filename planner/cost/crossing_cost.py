@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...profiler.machine.cluster import Device
 from ...profiler.model.model_profile import Costs, ModelProfile
+from ..arrays import Flags, Floats, Ints
 from ..plan.document import Axis
 from ..plan.shape import Shape
 from ..plan.training import TrainingSpec
@@ -119,7 +119,7 @@ class Crossings:
     def _on_slices(self, kind: Kind, shape: Shape) -> bool:
         return self._model.mode(kind, shape)[0] == "sequence"
 
-    def _layers_on_slices(self, shape: Shape) -> NDArray[np.bool_]:
+    def _layers_on_slices(self, shape: Shape) -> Flags:
         """[layer] -> whether it works on slices of the sequence; after the last: False."""
         kinds = self._model.kinds
         known = {kind: self._on_slices(kind, shape) for kind in dict.fromkeys(kinds)}
@@ -137,7 +137,7 @@ class Crossings:
         summed: list[float] = np.bincount(spans.position, parts, len(self._model.kinds) + 1).tolist()
         return summed
 
-    def arrivals(self, shape: Shape, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> Arrivals:
+    def arrivals(self, shape: Shape, firsts: Ints, ends: Ints) -> Arrivals:
         """What stages hold of tensors from earlier ones. firsts, ends: [stage] -> its first layer, and the one after
         its last."""
         tensors = self._model.profile.tensors
@@ -153,7 +153,7 @@ class Crossings:
         gradients = received * spans.requires_grad
         return Arrivals(inputs.sum(axis=1), (gradients * ~stays).sum(axis=1), gradients.sum(axis=1))
 
-    def _slices(self, shape: Shape) -> NDArray[np.float64]:
+    def _slices(self, shape: Shape) -> Floats:
         """[place of the chain][crossing tensor] -> the share of it that crosses there."""
         spans = _spans(self._model.profile)
         sequence = self._layers_on_slices(shape)
@@ -161,7 +161,7 @@ class Crossings:
         return np.where(sliced, 1 / shape.tensor, 1.0)
 
     @memo_by(lambda _, shape: (shape.samples, _slices_of(shape), shape.cuts))
-    def _sizes(self, shape: Shape) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _sizes(self, shape: Shape) -> tuple[Floats, Floats]:
         """[crossing tensor] -> (bytes of one micro-batch of it, those that count with its last reader)."""
         batch, element_bytes = shape.samples, self._model.training.compute_bytes
         whole = [tensor.size.at(batch, element_bytes) for tensor in self._model.profile.tensors]
@@ -188,15 +188,15 @@ class _Spans:
     """Crossing tensors by columns: amounts as coefficients, the layers that make one, read it last, and keep it, and
     one entry of (tensor, position) for each place of the chain that one crosses."""
 
-    elements: NDArray[np.float64]
-    other_bytes: NDArray[np.float64]
-    may_slice: NDArray[np.bool_]
-    requires_grad: NDArray[np.bool_]
-    made_by: NDArray[np.int64]
-    last_used_by: NDArray[np.int64]
-    kept_with: NDArray[np.int64]
-    tensor: NDArray[np.int64]
-    position: NDArray[np.int64]
+    elements: Floats
+    other_bytes: Floats
+    may_slice: Flags
+    requires_grad: Flags
+    made_by: Ints
+    last_used_by: Ints
+    kept_with: Ints
+    tensor: Ints
+    position: Ints
 
 
 @kept

@@ -5,12 +5,13 @@ import math
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-Values = TypeVar("Values", float, NDArray[np.float64])
+from ..arrays import Flags, Floats
+
+Values = TypeVar("Values", float, Floats)
 """A number, or a table of them."""
 
-Flag = bool | NDArray[np.bool_]
+Flag = bool | Flags
 """Yes or no, or a table of that."""
 
 

@@ -6,9 +6,10 @@ import numpy as np
 
 from ...profiler.machine.cluster import Device
 from ...profiler.model.model_profile import Costs, Experts, LayerClass, amount_at
+from ..arrays import Flags, Floats
 from ..plan.shape import Shape
 from .comm_cost import ONE_GROUP, ExpertGroups, GroupLinks, direct_s, exchange_s, places_reached
-from .compute_cost import Amounts, Flags, Floats, OperatorTable, amounts_of
+from .compute_cost import Amounts, OperatorTable, amounts_of
 from .kernels import ExchangeRates
 
 COUNT_BYTES = 8

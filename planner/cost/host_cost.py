@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from ..arrays import Floats
 
 SHARDED_UNIT = 67.0
 """Hooks of fully_shard in both passes of a unit: parameters are gathered, copied to their places and given back, twice,

@@ -3,10 +3,10 @@
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...profiler.machine.cluster import ClusterSpec, Device, Group
 from ...profiler.model.model_profile import Costs, LayerClass, ModelProfile
+from ..arrays import Floats
 from ..plan.block_row import block_row
 from ..plan.document import Axis
 from ..plan.frameworks import Framework
@@ -60,7 +60,7 @@ class JobModel:
         return tuple(dict.fromkeys(self.kinds))
 
     @cached_property
-    def layers_of_kinds(self) -> NDArray[np.float64]:
+    def layers_of_kinds(self) -> Floats:
         """[kind that occurs] -> how many layers are of it."""
         return np.array([self.kinds.count(kind) for kind in self.kinds_of_layers], dtype=float)
 

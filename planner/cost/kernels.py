@@ -13,13 +13,11 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from ...profiler.document import Frozen
 from ...profiler.machine.cluster import Device
-
-Floats = NDArray[np.float64]
+from ..arrays import Floats
 
 FILE = Path(__file__).parent / "kernels.toml"
 

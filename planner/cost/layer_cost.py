@@ -2,9 +2,7 @@
 
 from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
-
+from ..arrays import Ints
 from ..plan.document import EXECUTABLE_RECOMPUTES, KEPT_ON_DEVICE, Recompute
 from ..plan.shape import NO_EXTRAS, LayerOption, Offered, Shape
 from .comm_cost import exposed_s
@@ -165,7 +163,7 @@ class CostModel(LayerExchanges, LayerBytes):
         between layers, after the last."""
         return self._crossings.cuts(shape)
 
-    def arrivals(self, shape: Shape, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> Arrivals:
+    def arrivals(self, shape: Shape, firsts: Ints, ends: Ints) -> Arrivals:
         """What stages hold of tensors from earlier ones. firsts, ends: [stage] -> its first layer, and the one after
         its last."""
         return self._crossings.arrivals(shape, firsts, ends)

@@ -6,13 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..arrays import Floats
 from ..plan.shape import InFlight, Shape
 from .memory_cost import MASTER_BYTES, StateBytes
 from .priced_layer import LayerCost
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import numpy as np
 
 from ...profiler.machine.cluster import Device
 from ...profiler.model.model_profile import Costs, TensorCut
+from ..arrays import Floats
 from ..plan.training import LOW_PRECISIONS
-from .compute_cost import OF_WEIGHTS, Floats, operators_s, table_of
+from .compute_cost import OF_WEIGHTS, operators_s, table_of
 from .kernels import family_of
 
 

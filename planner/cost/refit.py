@@ -5,18 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...profiler.machine.cluster import ClusterSpec, Device, Link
 from ...profiler.model.model_profile import ModelProfile
+from ..arrays import Floats
 from ..plan.document import Plan
 from .alone import all_kernels_s
 from .comm_cost import CollectiveKind, collective_s
 from .compute_cost import OPTIMIZER_BYTES
 from .estimate import check_model_of, priced_by
 from .layer_cost import CostModel
-
-Floats = NDArray[np.float64]
 
 NOISE = 0.05
 """Standard deviation of the logarithm of a measured step time around a right model. Repeats of published runs differ by

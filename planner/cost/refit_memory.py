@@ -5,16 +5,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...profiler.machine.cluster import ClusterSpec, Device
 from ...profiler.machine.units import GIB
 from ...profiler.model.model_profile import ModelProfile
+from ..arrays import Floats
 from ..plan.document import AXES, Axis, Plan
 from .estimate import StageMemory, estimate
 from .refit import HUBER, hosts_with
-
-Floats = NDArray[np.float64]
 
 NOISE = 0.02
 """Standard deviation of the peak of a process over a right model: ranks that do the same differed by 0 to 2% (DDP,

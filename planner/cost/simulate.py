@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..arrays import Floats
 from ..plan.schedules import ZERO_BUBBLE, Action, Schedule, first_forwards, microbatches_in_round, stage_of, table
 from .elementwise import Values, most
 
-Numbers = float | NDArray[np.float64]
+Numbers = float | Floats
 
 STEADY = 4
 """Micro-batches per rank, or rounds of an interleaved table, that are played of longer ones: it takes up to two to fill
@@ -236,10 +236,10 @@ class CriticalPath:
     whole and nothing is in the third row. rank: the one that it ends on.
     """
 
-    passes: NDArray[np.float64]
+    passes: Floats
     rank: int
 
-    def length_s(self, seconds: NDArray[np.float64], once_s: NDArray[np.float64]) -> float:
+    def length_s(self, seconds: Floats, once_s: Floats) -> float:
         """Its seconds to the end of its rank's step. seconds: [forward, backward, weight][stage]; once_s: [rank]."""
         return float((self.passes * seconds).sum() + once_s[self.rank])
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..arrays import Flags, Floats, Ints
 from ..cost.chain import Chain
 from ..cost.memory_cost import state_bytes
 from ..cost.simulate import even_step_s
@@ -34,10 +34,6 @@ from .table import Table
 from .unequal import Kinds, UnequalPrices
 from .unequal_bounds import UnequalBounds
 from .whole_ranks import LayerTurns
-
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
-Ints = NDArray[np.int64]
 
 SCALES = (0.0, 0.6, 0.8, 1.0, 1.25, 1.7)
 """Factors on the prices of memory that were found for one shape, with which they are tried on others."""
@@ -187,7 +183,7 @@ class Bounds:
         """[of these shapes] -> whether their stages are all on like devices, or priced as if they were."""
         return np.array([not leaves.each[i].kind_order for i in some.tolist()], dtype=bool)
 
-    def of_whole_ranks(self, family: Family, space: Space, some: NDArray[np.int64]) -> Floats:
+    def of_whole_ranks(self, family: Family, space: Space, some: Ints) -> Floats:
         """[of these shapes] -> seconds that their ranks take at least, each with whole layers (rank_bounds.py)."""
         if family.pipeline == 1:
             return np.zeros(len(some))
@@ -239,7 +235,7 @@ class Bounds:
         """How many prices programs have found for the table of a family's shapes so far."""
         return 0 if family.pipeline == 1 else self.pipelines.num_prices[Table.of(family.frugal)]
 
-    def by_prices_s(self, family: Family, space: Space, some: NDArray[np.int64], latest: int | None = None) -> Floats:
+    def by_prices_s(self, family: Family, space: Space, some: Ints, latest: int | None = None) -> Floats:
         """[of these shapes] -> seconds that they take at least by the prices that programs of shapes with the same
         table have found (fluid.py), or by so many of the latest; 0 before there are any."""
         table = Table.of(family.frugal)

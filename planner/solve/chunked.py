@@ -14,8 +14,8 @@ from functools import cached_property, lru_cache
 from itertools import combinations, pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..arrays import Flags, Floats, Ints
 from ..cost.chain import Chain
 from ..cost.kept import memo, memo_by
 from ..cost.priced_layer import LayerCost
@@ -26,10 +26,6 @@ from ..plan.shape import InFlight, Shape
 from .columns import ROUNDING, Choice, Prices
 from .knapsack import tie_prices
 from .scan import Assignment
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 RESOLUTION = 1 / 64
 """Share of the mean layer's seconds: seconds of layers that differ by less give the same cuts."""

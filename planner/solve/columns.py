@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrays import Flags, Floats, Ints
 from ..cost.chain import Chain, of_each
 from ..cost.crossing_cost import Cut
 from ..cost.memory_cost import StateBytes, state_bytes
@@ -23,9 +24,6 @@ from ..plan.document import Recompute
 from ..plan.shape import NO_EXTRAS, InFlight, LayerOption, Offered, Shape
 from .knapsack import Turns, in_time, lightest, tie_prices
 from .solver import OutOfTimeError
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 ROUNDING = 1e-9
 """Relative: sums of the same terms in another order differ by less."""
@@ -264,7 +262,7 @@ class StagePrices:
 
     def bounds(
         self, stage: int, cutoff_s: float = float("inf"), step_s: float = float("inf")
-    ) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+    ) -> tuple[Floats, Floats, Flags]:
         """([composition] -> seconds per micro-batch at least, seconds once per step, whether those are the price).
 
         Infinite where the composition cannot stand on that stage, where nothing can fit, where it cannot be part of a
@@ -292,7 +290,7 @@ class StagePrices:
                 may_stand &= self._balanced(cutoff_s, seconds)
         return np.where(may_stand, seconds, np.inf), np.where(may_stand, self._once_s, np.inf), fits | ~may_stand
 
-    def _balanced(self, cutoff_s: float, seconds: Floats) -> NDArray[np.bool_]:
+    def _balanced(self, cutoff_s: float, seconds: Floats) -> Flags:
         """Compositions that can be part of a step below `cutoff_s`: not so long that they alone make it longer, nor so
         short that the other stages must. seconds: [composition] -> what a micro-batch takes at least."""
         shape, fastest = self.shape, self._fastest_microbatch_s
@@ -478,7 +476,7 @@ class StagePrices:
             range(len(rise)), key=lambda o: (0, float(rise[o] + most[o])) if rise[o] < 0 else (1, -float(most[o]))
         )
 
-    def _holds(self, in_flight: InFlight, some: Ints, fastest: bool) -> NDArray[np.bool_]:
+    def _holds(self, in_flight: InFlight, some: Ints, fastest: bool) -> Flags:
         """[of these compositions] -> whether it fits with the fastest option of each run, or else with the least of
         every item."""
 
@@ -497,7 +495,7 @@ class StagePrices:
             fits &= most.max(axis=1) <= rooms[fastest][some]
         return fits
 
-    def _fits(self, in_flight: InFlight, some: Ints) -> NDArray[np.bool_]:
+    def _fits(self, in_flight: InFlight, some: Ints) -> Flags:
         """[of these compositions] -> whether it fits with the fastest option of each run."""
         if in_flight not in self._known_fits:
             known = np.full(len(self.chain.compositions), _UNKNOWN)
@@ -509,15 +507,15 @@ class StagePrices:
         fresh = some[known[some] == _UNKNOWN]
         if len(fresh):
             known[fresh] = self._holds(in_flight, fresh, fastest=True)
-        fits: NDArray[np.bool_] = known[some] == 1
+        fits: Flags = known[some] == 1
         return fits
 
-    def _may_fit(self, in_flight: InFlight, some: Ints) -> NDArray[np.bool_]:
+    def _may_fit(self, in_flight: InFlight, some: Ints) -> Flags:
         """[of these compositions] -> False where not even the least of every item fits."""
         return self._holds(in_flight, some, fastest=False)
 
     @cached_property
-    def _update_fits(self) -> NDArray[np.bool_]:
+    def _update_fits(self) -> Flags:
         """[composition] -> whether the optimizer's step fits, when activations are gone; no option changes that."""
         counts, state = self.chain.counts, self._state
         trainable_bytes = state.sharded_gradients + state.optimizer

@@ -12,17 +12,14 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise, product
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..arrays import Flags, Floats, Ints
 from ..cost.simulate import simulated_step_s
 from ..cost.stage_cost import StageCost
 from ..plan.shape import InFlight
 from .chunked import HeldStages, Known
 from .columns import ROUNDING, Choice, StagePrices
 from .scan import Assignment
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MOST_CHOICES = 2500
 """So many choices of a stage's layers, or fewer, are all priced: those of seven layers with three each, in 0.1 s."""
@@ -50,7 +47,7 @@ class _RankChoices:
     seconds: Floats
     once_s: Floats
 
-    def of(self, some: NDArray[np.bool_]) -> "_RankChoices":
+    def of(self, some: Flags) -> "_RankChoices":
         """Some of the choices."""
         return _RankChoices(self.stages, self.chosen[some], self.seconds[some], self.once_s[some])
 
@@ -194,7 +191,7 @@ def _least(rank: _RankChoices) -> _RankChoices:
     return _RankChoices(rank.stages, rank.chosen[:1], rank.seconds.min(axis=0)[None], rank.once_s.min()[None])
 
 
-def unbeaten(table: Floats) -> NDArray[np.bool_]:
+def unbeaten(table: Floats) -> Flags:
     """[row] -> True unless another row is nowhere larger and somewhere smaller, or an earlier row is equal."""
     found = np.ones(len(table), dtype=bool)
     order = np.lexsort(table.T[::-1])

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
+from ..arrays import Ints
 from ..cost.chain import Chain
 from ..cost.layer_cost import CostModel
 from ..plan.document import Plan, Recompute
@@ -122,7 +122,6 @@ CUTS_S, ALL_CUTS_S = 0.3, 2.0
 """Seconds in which more cuts of the best shape are looked at where nothing is to be proven: some, or all that there
 are."""
 
-Ints = NDArray[np.int64]
 
 TOLD_EVERY_S = 0.1
 """Seconds between two words on how far a search is."""

@@ -7,15 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..arrays import Floats
 from ..cost.simulate import CriticalPath
 from .fluid_program import FluidProgram, Layers
 from .path_prices import PathPrices
 from .table import Table, paths_of_ranks
 from .whole_ranks import LayerTurns
-
-Floats = NDArray[np.float64]
 
 TO_THE_END_S = 4.0
 """Seconds in which a program is brought to its end, if it is. Tried with Llama-3.1-405B on 16,384 GPUs, 16 ranks of

@@ -39,17 +39,14 @@ from itertools import pairwise, product
 
 import highspy
 import numpy as np
-from numpy.typing import NDArray
 
+from ..arrays import Floats, Ints
 from ..cost.simulate import CriticalPath, critical_paths
 from ..plan.schedules import ZERO_BUBBLE
 from .path_prices import PathPrices, num_waits_of
 from .solver import silence_highs
 from .table import Table, paths_of_ranks
 from .whole_ranks import LayerTurns, hull, least_again_s
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 TIGHT = 3e-4
 """Relative: if the step of the solution is longer than T by no more than this, no further path is needed."""

@@ -15,12 +15,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..arrays import Flags, Floats, Ints
 from .solver import OutOfTimeError
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 FIRST_STEP = 64
 """Packings are looked through first up to this part of what is not proven yet, or of the widest choice; then twice as
@@ -445,7 +442,7 @@ def _unbeaten(points: Floats, deadline_s: float) -> Ints:
     return np.concatenate(kept) if kept else np.zeros(0, dtype=np.int64)
 
 
-def _nowhere_above(some: Floats, others: Floats) -> NDArray[np.bool_]:
+def _nowhere_above(some: Floats, others: Floats) -> Flags:
     """[one][other] -> whether it is above the other in no column. some, others: [column][one], without the column that
     they are in the order of."""
     found = np.ones((some.shape[1], others.shape[1]), dtype=np.bool_)

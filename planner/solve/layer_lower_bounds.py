@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..arrays import Floats
 from ..cost.chain import Chain, of_each
 from ..cost.comm_cost import seconds_at_places
 from ..cost.kept import memo_by
@@ -17,8 +17,6 @@ from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import state_bytes
 from ..plan.schedules import ZERO_BUBBLE
 from ..plan.shape import NO_EXTRAS, LayerOption, Offered, Shape
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

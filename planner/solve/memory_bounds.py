@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..arrays import Flags, Floats, Ints
 from ..cost.kinds import Kind
 from ..cost.memory_cost import state_bytes, uses_fully_shard
 from ..cost.simulate import even_step_s
@@ -24,10 +24,6 @@ from .relaxed import DeviceColumns, least_of_each_one_s, least_slowest_of_each_s
 from .shape_bounds import FastestTables, ShapeBounds
 from .space import Family, Leaves
 from .transient_bounds import Gathered, passing_bytes
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

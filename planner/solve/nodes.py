@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..arrays import Ints
 from ..plan.document import Recompute
 from ..plan.shape import NO_EXTRAS, Offered, Shape
 from .bounds import Bounds, recompute_of
@@ -48,7 +48,7 @@ class Solver(Protocol):
         self,
         prices: StagePrices | UnequalPrices,
         family: Family,
-        near: NDArray[np.int64] | None,
+        near: Ints | None,
         cutoff_s: float,
         deadline_s: float,
         least_s: float = 0.0,
@@ -233,7 +233,7 @@ class ShapeNode:
     raised: bool = False
     asked: bool = False
     settled: bool = False
-    cuts: NDArray[np.int64] | None = None
+    cuts: Ints | None = None
     found: Solved | None = None
     known: int = 0
     slower: float = 1.0

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..arrays import Floats
 from .table import Table
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

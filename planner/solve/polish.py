@@ -11,8 +11,8 @@ from functools import lru_cache
 from itertools import chain, combinations, islice
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..arrays import Floats, Ints
 from ..cost.kept import kept
 from ..cost.priced_layer import LayerCost
 from ..cost.simulate import simulated_step_s
@@ -21,9 +21,6 @@ from .chunked import Chunking, Known, StageCuts, evenness, handed_on, loads
 from .columns import ROUNDING, Prices
 from .enumerated import Enumerated
 from .scan import Assignment
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MOST_CUTS, MOST_CHUNKED = 50_000, 300_000
 """So many ways to cut the chain, or fewer, are all looked at where no bound reaches the best and there is time: of 1F1B

@@ -20,13 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..arrays import Floats, Ints
 from ..plan.schedules import ZERO_BUBBLE
 from .path_prices import ManyLayers
 from .table import Table
-
-Floats = NDArray[np.float64]
 
 ALIKE = 0.9
 """Layers that take at least this share of the commonest kind's time are counted with it."""
@@ -46,9 +44,7 @@ class OnDevice:
     end_s: Floats
 
 
-def least_of_ranks_s(
-    table: Table, devices: Sequence[OnDevice], flights: Floats, on: NDArray[np.int64] | None = None
-) -> Floats:
+def least_of_ranks_s(table: Table, devices: Sequence[OnDevice], flights: Floats, on: Ints | None = None) -> Floats:
     """[shape] -> seconds that no step of shapes with the table beats; infinite where layers cannot be held.
 
     flights: [stage] -> micro-batches; on: [rank] -> which of the devices; of one alone if not given.

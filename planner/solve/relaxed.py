@@ -15,12 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..arrays import Floats, Ints
 from .knapsack import tie_prices
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MOST_PRICES = 24
 """Prices of memory that are tried for shapes on one device each, spread over all: any of them gives a bound."""
@@ -213,6 +210,6 @@ def _quantiles(values: Floats) -> Floats:
     return np.quantile(values, np.linspace(0, 1, 5)) if len(values) else values
 
 
-def _spread(number: int, most: int) -> NDArray[np.int64]:
+def _spread(number: int, most: int) -> Ints:
     """All of so many places, or `most` of them, from the first to the last."""
     return np.unique(np.linspace(0, number - 1, min(number, most)).astype(np.int64))

@@ -8,17 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..arrays import Floats, Ints
 from ..cost.simulate import alone_s, simulated_step_s
 from ..cost.stage_cost import closed_form_s
 from ..plan.schedules import ZERO_BUBBLE, Schedule, first_forwards, rank_and_chunk
 from .columns import ROUNDING, Choice, Prices
 from .knapsack import in_time
 from .solver import OutOfTimeError
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

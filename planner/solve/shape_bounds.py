@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..arrays import Flags, Floats, Ints
 from ..cost.chain import Chain
 from ..cost.comm_cost import CollectiveKind, Exchanged, RingTimes, ring_rates
 from ..cost.data_cost import DataRates, added_elements, added_share, exposed_data_s, gather_s, reduce_s
@@ -24,10 +24,6 @@ from ..plan.shape import Shape
 from .chunked import Chunking, StageCuts
 from .layer_lower_bounds import LeastWork
 from .space import Family, Leaf, Leaves
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 AXES_OF_LAYERS = ("tensor", "context", "expert")
 """Axes whose ranks exchange something in every layer of every micro-batch."""

@@ -20,9 +20,9 @@ from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 import pulp
-from numpy.typing import NDArray
 
 from ...profiler.model.model_profile import Costs, ModelProfile
+from ..arrays import Floats
 from ..cost.comm_cost import CollectiveKind, RingTimes, collective_s, ring_rates, ring_s
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
@@ -37,7 +37,6 @@ WORTH = 0.01
 
 MOST_SOLVER_S = 10.0
 
-Floats = NDArray[np.float64]
 
 CutOf = tuple[int, int]
 """(class, cut of it), by index."""

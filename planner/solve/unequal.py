@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...profiler.machine.cluster import ClusterSpec
+from ..arrays import Floats
 from ..cost.chain import Chain
 from ..cost.layer_cost import CostModel
 from ..cost.simulate import even_step_s
@@ -22,8 +22,6 @@ from ..plan.document import Recompute
 from ..plan.schedules import rank_and_chunk
 from ..plan.shape import Offered, Shape
 from .columns import StagePrices, Work
-
-Floats = NDArray[np.float64]
 
 MOST_KINDS = 4
 """Kinds of devices whose orders are all tried."""

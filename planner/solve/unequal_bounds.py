@@ -8,8 +8,8 @@ seconds, bytes and room (relaxed.py). Columns are [shape], tables [kind of layer
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..arrays import Floats, Ints
 from ..cost.simulate import even_step_s
 from ..plan.document import Recompute
 from ..plan.pins import Pins
@@ -22,10 +22,6 @@ from .shape_bounds import ShapeBounds
 from .space import Family, Leaves
 from .table import Table
 from .unequal import Kinds, kind_orders
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
