@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 from unittest.mock import patch
 
 from meshwright.planner.cost import compute_cost, crossing_cost, software
@@ -19,30 +19,28 @@ Where = Literal["device", "software", "link", "omni-path", "module"]
 class Constant:
     """One free constant, tried as a factor on the value that the project has now.
 
-    where: fields of devices whose names begin with `of`, of the stack `of`, or a module's constant.
+    where: a field of devices whose names begin with `of`, of the stack `of`, or a module's constant.
     spread: standard deviation of the logarithm that is taken for likely before any data.
     """
 
     name: str
     where: Where
     of: tuple[str, ...]
-    fields: tuple[str, ...]
+    field: str
     spread: float
 
 
-def _device(name: str, of: tuple[str, ...], *fields: str, spread: float = 0.2) -> Constant:
-    return Constant(f"{name}: {fields[0]}", "device", of, fields, spread)
+def _device(name: str, of: tuple[str, ...], field: str, spread: float) -> Constant:
+    return Constant(f"{name}: {field}", "device", of, field, spread)
 
 
-def _stack(name: str, *fields: str, spread: float = 0.4) -> Constant:
-    return Constant(f"{name}: {fields[0]}", "software", (name,), fields, spread)
+def _stack(name: str, field: str, spread: float = 0.4) -> Constant:
+    return Constant(f"{name}: {field}", "software", (name,), field, spread)
 
 
 def _module(name: str, spread: float) -> Constant:
-    return Constant(name, "module", (), (name,), spread)
+    return Constant(name, "module", (), name, spread)
 
-
-_BLACKWELL = ("b200", "b300", "gb200", "gb300")
 
 CONSTANTS: tuple[Constant, ...] = (
     _device("V100", ("v100",), "sustained", spread=0.4),
@@ -51,9 +49,9 @@ CONSTANTS: tuple[Constant, ...] = (
     _device("H100 500 W", ("h100-sxm5-96gb",), "sustained", spread=0.4),
     _device("Blackwell", ("b200", "gb200"), "sustained", spread=0.4),
     _device("Blackwell Ultra", ("b300", "gb300"), "sustained", spread=0.4),
-    Constant("link bandwidth", "link", (), ("bandwidth",), 0.05),
-    Constant("link latency", "link", (), ("latency",), 0.7),
-    Constant("Omni-Path bandwidth", "omni-path", (), ("bandwidth",), 0.4),
+    Constant("link bandwidth", "link", (), "bandwidth", 0.05),
+    Constant("link latency", "link", (), "latency", 0.7),
+    Constant("Omni-Path bandwidth", "omni-path", (), "bandwidth", 0.4),
     _device("all", ("",), "contention", spread=0.4),
     _device("all", ("",), "launch", spread=0.4),
     _stack("fsdp1-flash1", "fusion"),
@@ -94,11 +92,10 @@ _MODULES = (compute_cost, crossing_cost, software)
 def applies(constant: Constant, plan: Plan) -> bool:
     """Whether the price of a plan may depend on a constant."""
     precision = plan.training.precision
-    if constant.fields[0] in _OF_LOW_PRECISION and precision not in LOW_PRECISIONS:
+    if constant.field in _OF_LOW_PRECISION and precision not in LOW_PRECISIONS:
         return False
     if constant.where == "device":
-        fits = plan.cluster.device.name.startswith(constant.of)
-        return fits and (constant.fields[0] != "fp4" or precision == "fp4")
+        return plan.cluster.device.name.startswith(constant.of)
     if constant.where == "software":
         return plan.training.software.split("+")[0] in constant.of
     if constant.where == "omni-path":
@@ -115,13 +112,13 @@ def tried(factors: Mapping[str, float]) -> Iterator[None]:
             factor = factors.get(constant.name, 1.0)
             if constant.where == "software":
                 found = stacks[constant.of[0]]
-                changes = {f: _moved(f, _value(found, f), factor) for f in constant.fields}
-                stacks[constant.of[0]] = found.model_copy(update=changes)
+                moved = _moved(constant.field, _value(found, constant.field), factor)
+                stacks[constant.of[0]] = found.model_copy(update={constant.field: moved})
             elif constant.where == "module":
-                (name,) = constant.fields
                 for module in _MODULES:
-                    if hasattr(module, name):
-                        stack.enter_context(patch.object(module, name, getattr(module, name) * factor))
+                    if hasattr(module, constant.field):
+                        value = getattr(module, constant.field) * factor
+                        stack.enter_context(patch.object(module, constant.field, value))
         stack.enter_context(patch.object(software, "all_software", lambda: stacks))
         yield
 
@@ -141,27 +138,20 @@ def _is_omni_path(cluster: ClusterSpec) -> bool:
 
 def _host(group: HostGroup, factors: Mapping[str, float]) -> HostGroup:
     device: Device = group.device
-    changes: dict[str, Any] = {}
+    changes: dict[str, float] = {}
     for constant in CONSTANTS:
-        if constant.where != "device" or not device.name.startswith(constant.of):
-            continue
-        factor = factors.get(constant.name, 1.0)
-        for name in constant.fields:
-            if name == "fp4":
-                flops = changes.get("flops", device.flops)
-                changes["flops"] = {**flops, **({"fp4": flops["fp4"] * factor} if "fp4" in flops else {})}
-            else:
-                changes[name] = _moved(name, changes.get(name, getattr(device, name)), factor)
+        if constant.where == "device" and device.name.startswith(constant.of):
+            now = changes.get(constant.field, getattr(device, constant.field))
+            changes[constant.field] = _moved(constant.field, now, factors.get(constant.name, 1.0))
     link = _link(group.link, "link", factors)
     return group.model_copy(update={"device": device.model_copy(update=changes), "link": link})
 
 
 def _link(link: Link, where: Where, factors: Mapping[str, float]) -> Link:
     changes = {
-        name: getattr(link, name) * factors.get(constant.name, 1.0)
+        constant.field: getattr(link, constant.field) * factors.get(constant.name, 1.0)
         for constant in CONSTANTS
         if constant.where == where
-        for name in constant.fields
     }
     return link.model_copy(update=changes)
 
