@@ -73,10 +73,10 @@ def least_of_many_s(
     least_end_s: Floats,
     scales: Sequence[float] = (1.0,),
 ) -> Floats:
-    """[shape] -> seconds that no step of shapes with the table beats, by the prices of others, the most that any of
-    them shows. flights: [stage] -> micro-batches; rooms: [rank][shape] -> bytes; waits_s, least_end_s: [stage but
-    the last][shape] and [shape], as of FluidPipelines.least_s; scales: of the prices of memory, any of which gives
-    a bound."""
+    """[shape] -> lower bound in seconds for all steps of a shape with this table, by prices that were found for other
+    shapes: the highest that any of them gives. flights: [stage] -> micro-batches; rooms: [rank][shape] -> bytes;
+    waits_s, least_end_s: [stage but the last][shape] and [shape], as of FluidPipelines.least_s; scales: of the prices
+    of memory, any of which gives a bound."""
     rank_of, last = np.array(table.rank_of), table.num_stages - 1
     each = np.repeat(np.arange(len(prices)), len(scales))  # [price], at each of the scales
     scale = np.tile(np.array(scales), len(prices))
