@@ -2,6 +2,7 @@
 
 import random
 import weakref
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -314,6 +315,33 @@ def test_writing_into_what_selective_recompute_keeps_is_refused_in_the_forward()
 
     with pytest.raises(ValueError, match=r"Writes writes by .*relu_.*recompute=full"):
         module(torch.randn(2, WIDTH, requires_grad=True))
+
+
+class Recurrent(nn.Module):
+    """A linear layer, and one that goes step by step, by whole sequences or a step at a time."""
+
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.linear, self.steps = nn.Linear(WIDTH, WIDTH), kind(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.steps(self.linear(x))
+        y: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return self.steps(y, y) if isinstance(self.steps, nn.GRUCell | nn.RNNCell) else y
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, partial(nn.LSTM, proj_size=4), nn.RNNCell, nn.GRUCell, nn.LSTMCell])
+def test_steps_that_the_cpu_makes_of_products_are_repeated_whole(kind: Callable[..., nn.Module]) -> None:
+    torch.manual_seed(0)
+    module = Recurrent(kind)
+    x = torch.randn(3, WIDTH)
+    expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
+    recompute(module, "selective")
+
+    found = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
+
+    assert all(map(torch.equal, found, expected))
 
 
 class Masked(nn.Module):

@@ -20,6 +20,7 @@ from ..torch_compat import detached, forward_with_hooks, kept_by
 from .context import ContextParallel
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
 def recompute(module: nn.Module, mode: Recompute = "full", context: ContextParallel | None = None) -> None:
@@ -73,6 +74,7 @@ def check_recompute(layer: LayerPlan, model: nn.Module) -> None:
 def _repeated(module: nn.Module, forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
     """forward, of which backward finds nothing but its inputs (and what selective recompute keeps)."""
     places: list[Changeable] | None = None
+    steps = _StepsOnHost(module) if selective else None
 
     def repeated(*args: Any, **kwargs: Any) -> Any:
         nonlocal places
@@ -80,9 +82,9 @@ def _repeated(module: nn.Module, forward: Callable[..., Any], selective: bool) -
         left: Taken = []
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            if not selective:
+            if steps is None:
                 return nullcontext(), _Anew(lambda: _as_before(left))
-            keep = _Keep(module)
+            keep = _Keep(module, steps)
             keep.by, kept = create_selective_checkpoint_contexts(keep)
             return keep.by, _Anew(_once(lambda: _both(_as_before(left), kept), module))
 
@@ -108,16 +110,39 @@ def _in_new_containers(given: Any) -> Any:
     return tree_map(lambda leaf: leaf, given)
 
 
+class _StepsOnHost:
+    """Whether what runs now is a step of a recurrent module on the CPU, which makes it of products and writes into what
+    they return, where a GPU has one kernel for it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._is_itself = isinstance(module, _RECURRENT)
+        self._depth = 0
+        for inner in module.modules():
+            if inner is not module and isinstance(inner, _RECURRENT):
+                inner.register_forward_pre_hook(lambda *_: self._go(1))
+                inner.register_forward_hook(lambda *_: self._go(-1), always_call=True)
+
+    def _go(self, down: int) -> None:
+        self._depth += down
+
+    def __call__(self, args: Any) -> bool:
+        """args: of an operator."""
+        on_host = (x.device.type == "cpu" for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+        return (self._is_itself or self._depth > 0) and any(on_host)
+
+
 class _Keep:
-    """torch's policy for selective recompute: keep what the dear operators return."""
+    """torch's policy for selective recompute: keep what the dear operators return, but not within steps on the host."""
 
     by: AbstractContextManager[Any]
     """What keeps them, as torch made it for this policy."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = type(module).__name__
+    def __init__(self, module: nn.Module, is_step_on_host: Callable[[Any], bool]) -> None:
+        self._module, self._is_step_on_host = type(module).__name__, is_step_on_host
 
     def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if self._is_step_on_host(args):
+            return CheckpointPolicy.PREFER_RECOMPUTE
         for argument, value in zip(func._schema.arguments, () if context.is_recompute else args, strict=False):
             if argument.is_write and isinstance(value, torch.Tensor) and self._keeps(value):
                 raise ValueError(
