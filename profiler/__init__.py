@@ -1,4 +1,4 @@
-"""What is: the model and the machine. Imports nothing of ours, and torch only where a model is traced."""
+"""Describes the model and the machine. Imports nothing else of ours, and torch only where a model is traced."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,5 @@
-"""Values at file boundaries, frozen and strict; and documents, written whole or not at all, read of one version."""
+"""Frozen and strict values at file boundaries; and documents of a known version, which are written whole or not at
+all."""
 
 import difflib
 import json
@@ -13,12 +14,12 @@ from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 OURS = "meshwright-"
-"""How the kinds of our documents begin."""
+"""The kind of each document of ours begins so."""
 
 
 def meant_by(path: Path, suffixes: Collection[str]) -> Path | None:
-    """The file or folder beside one that is not there whose name is nearest, of those that end so; None if none is.
-    Folders and files without an ending are asked for by ""."""
+    """For a path that does not exist: the file or folder beside it with the nearest name and one of these suffixes;
+    None if there is none. "" stands for folders and for files without a suffix."""
     folder = path.parent if path.parent.is_dir() else Path()
     try:
         names = [each.name for each in folder.iterdir() if ("" if each.is_dir() else each.suffix) in suffixes]
@@ -102,13 +103,13 @@ class Document(Frozen):
 
 
 def check_ends(path: Path) -> None:
-    """Raises ValueError for a device (/dev/zero, /dev/full), of which there is no end to read."""
+    """Raises ValueError for a device (/dev/zero, /dev/full): reading it would never end."""
     if path.is_char_device() or path.is_block_device():
         raise ValueError(f"{path} is a device, which has no end; give a file")
 
 
 def parsed(parse: Callable[[str], Any], text: str) -> Any:
-    """What a parser makes of a text. Raises ValueError as parsers do, and where a text is nested too deep for one."""
+    """parse(text). Raises ValueError, also for a text that is nested too deep to be parsed."""
     try:
         return parse(text)
     except RecursionError:
@@ -116,7 +117,7 @@ def parsed(parse: Callable[[str], Any], text: str) -> Any:
 
 
 def in_a_sentence(error: ValidationError) -> str:
-    """The first thing that is wrong: where, and what."""
+    """The first error as "place: what is wrong"."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"]) or "the document"
     return f"{where}: {first['msg'].removeprefix('Value error, ')}"
@@ -127,7 +128,8 @@ _OUT_OF_RANGE = (*_ENDS, "finite_number", "int_parsing_size")
 
 
 def rule_of(error: ValidationError, model: type[BaseModel]) -> str:
-    """What the first value that is wrong should be; of a number the whole range, not only the end that it is beyond."""
+    """What the first wrong value should be, in words; for a number the whole range, and not only the end that it
+    exceeds."""
     first = error.errors()[0]
     if first["type"] in _OUT_OF_RANGE:
         ends = _ends(model, list(first["loc"]))
@@ -148,7 +150,7 @@ def rule_of(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _names_in(model: type[BaseModel], where: list[int | str]) -> list[str]:
-    """Names of what a table inside of a model may have, if tables alone lead to it."""
+    """Names of the fields of the table at `where` in a model; [] if anything but tables leads there."""
     for step in where:
         field = model.model_fields.get(str(step))
         if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
@@ -158,7 +160,8 @@ def _names_in(model: type[BaseModel], where: list[int | str]) -> list[str]:
 
 
 def _ends(kind: Any, where: list[int | str]) -> dict[str, float]:
-    """Ends of the range of a number inside a model (or in a dictionary or tuple in it), by pydantic's names."""
+    """Ends of the range of the number at `where` in a model (or in a dictionary or tuple in it): {"ge": 0, "lt": 1},
+    with pydantic's names."""
     rules: list[Any] = []
     for step in where:
         rules = []

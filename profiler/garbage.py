@@ -1,4 +1,4 @@
-"""Pausing Python's collector of garbage."""
+"""Pauses Python's garbage collector."""
 
 import gc
 from collections.abc import Iterator
@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Millions of short-lived objects would set it off again and again, for a sixth of the time."""
+    """While it lasts, Python does not collect garbage: with millions of short-lived objects it would do so again and
+    again, which takes a sixth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

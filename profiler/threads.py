@@ -1,4 +1,4 @@
-"""How many threads operators run in."""
+"""Sets how many threads operators run in."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Operators on small tensors take longer in several threads, which wait for each other, than in one."""
+    """While it lasts, torch uses one thread: on small tensors several threads wait for each other, and take longer."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

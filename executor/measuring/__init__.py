@@ -1,1 +1,2 @@
-"""What really happens: plans run on this machine, timed, verified beside one process, set beside predictions."""
+"""What plans really do: they are run on this machine, timed, verified against one process, compared with
+predictions."""

@@ -43,20 +43,22 @@ from .reference_steps import reference_steps
 _TIMEOUT_S = 600.0
 
 REPETITIONS = 4
-"""Runs of every reference step, in turns."""
+"""Number of runs of every reference step; the steps take turns."""
 
 QUICK_REPETITIONS = 2
 
 _DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("bf16", "fp32", "fp16")}
-"""What is measured on each kind of device; activations have the first."""
+"""Kind of device -> the dtypes that are measured on it; activations have the first one."""
 
 _MODEL_STATES = 4
-"""Copies of the parameters, at least, that timing a model's layers takes: itself, gradients and activations."""
+"""Least number of copies of the parameters in memory when a model's layers are timed: parameters, gradients,
+activations."""
 
 
 @dataclass(frozen=True)
 class LayerCheck:
-    """Layers of one class (or a model whose layers cannot be told apart), priced and timed. Seconds of one layer."""
+    """The layers of one class, or a whole model whose layers cannot be told apart: predicted and measured seconds of
+    one layer."""
 
     name: str
     count: int
@@ -75,7 +77,8 @@ class LayerCheck:
 
 @dataclass(frozen=True)
 class StepCheck:
-    """A measured step, and predicted over measured, minus 1, before and after the device was fitted to all of them."""
+    """A measured step. before, error: predicted over measured, minus 1, before the device was fitted to the steps and
+    after it."""
 
     label: str
     measured_s: float
@@ -85,7 +88,8 @@ class StepCheck:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measured device, and how well it prices reference steps and the layers of a model (empty without one)."""
+    """The measured device, and how well it predicts reference steps and the layers of a model (no layers without
+    one)."""
 
     device: Device
     num_ranks: int
@@ -129,7 +133,7 @@ def calibrate(
 
 
 def fitted_to(device: Device, runs: Sequence[MeasuredStep]) -> tuple[Device, tuple[StepCheck, ...]]:
-    """The device corrected by measured steps, and the steps beside what it and the one before predict."""
+    """The device, with constants fitted to measured steps; and for each step the errors before and after the fit."""
     found = refit(device, runs)
     checks = (
         StepCheck(run.label, run.step_s, math.expm1(old), math.expm1(new))
@@ -139,7 +143,7 @@ def fitted_to(device: Device, runs: Sequence[MeasuredStep]) -> tuple[Device, tup
 
 
 def _where(device_kind: str, num_ranks: int | None) -> tuple[str, int]:
-    """(device type, ranks)."""
+    """(device type, number of ranks). Raises ValueError if they are not there."""
     gpus = torch.cuda.device_count()  # leaves CUDA alone, so that ranks can be forked
     if device_kind not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device-kind {device_kind}: unknown; the kinds are auto, cpu, cuda")
@@ -194,7 +198,7 @@ def _on_rank(
 
 
 def _preset(device_type: str) -> Device:
-    """The preset whose numbers stay where nothing is measured."""
+    """The preset that gives the numbers which are not measured."""
     if device_type == "cpu":
         return load_device("cpu")
     name, memory_mib = local_gpus()[0]
@@ -202,7 +206,7 @@ def _preset(device_type: str) -> Device:
 
 
 def _with_properties(device: Device, ranks: int) -> Device:
-    """With the memory and the multiprocessors that the driver names."""
+    """The device, with the memory and the number of multiprocessors that the driver tells."""
     name, memory_mib = local_gpus()[0]
     text = f"measured: what the driver says of {name}"
     return device.model_copy(
@@ -217,7 +221,7 @@ def _with_properties(device: Device, ranks: int) -> Device:
 def _checks(
     profile: ModelProfile, device: Device, precision: str, batch_size: int, ranks: Sequence[Sequence["LayersTiming"]]
 ) -> list[LayerCheck]:
-    """One row per class of layers, or combination of classes that was timed as one."""
+    """One row for each class of layers, or for each combination of classes whose layers were timed together."""
     width = 4 if precision == "fp32" else 2
     prices = [layer_seconds(c.whole, device, precision, width, batch_size, 1) for c in profile.classes]
     rows: dict[tuple[int, ...], list[tuple[float, float, float]]] = {}
@@ -243,7 +247,7 @@ def _checks(
 
 
 def print_calibration(console: Console, found: Calibration) -> None:
-    """The main numbers, and the layers of the model beside their prices."""
+    """Print the main numbers of the device, and a model's layers with their predictions."""
     device = found.device
     lines = [f"{device.name}, {found.num_ranks} rank{'s' if found.num_ranks > 1 else ''} measured at the same time"]
     measured = [name for name in DTYPES if name in device.matmul_samples]
@@ -282,7 +286,7 @@ def print_calibration(console: Console, found: Calibration) -> None:
 
 
 def print_steps(console: Console, steps: Sequence[StepCheck], title: str, before: str) -> None:
-    """Measured steps, with the error of the prediction before the fit and after it."""
+    """Print measured steps, with the errors of predictions before the fit and after it."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("model, set-up", "measured", before, "after the fit"):
         table.add_column(heading, justify="left" if heading == "model, set-up" else "right")
@@ -296,7 +300,7 @@ def print_steps(console: Console, steps: Sequence[StepCheck], title: str, before
 
 @dataclass(frozen=True)
 class LayersTiming:
-    """Neighbouring layers timed as one (indices into the profile's chain), forward and backward."""
+    """Times of neighbouring layers that were timed together. layers: their numbers in the profile's chain."""
 
     layers: tuple[int, ...]
     forward: Timing
@@ -308,9 +312,9 @@ def time_layers(
 ) -> list[LayersTiming]:
     """Times of the chain's layers within passes of the whole model on real data, in bf16 with autocast.
 
-    A layer lasts from the call of its first module to that of the next layer's; backward from the first gradient of
-    its output to that of the layer before. Layers without modules count with the one before them. One entry for the
-    whole chain where modules do not run in the chain's order.
+    A layer's forward lasts from the call of its first module to that of the next layer's; its backward from the first
+    gradient of its output to that of the layer before. Layers without modules are timed together with the one before
+    them. If modules do not run in the chain's order, there is a single entry for the whole chain.
     """
     clock = Clock(device_type)
     with torch.device(device_type):
@@ -356,7 +360,7 @@ def _timed_pass(
     groups: Sequence[tuple[int, ...]],
     clock: Clock,
 ) -> list[tuple[float, float]]:
-    """(forward, backward) seconds of each group; one pair for the whole where their order is not the chain's."""
+    """(forward, backward) seconds of each group; a single pair for all if they do not run in the chain's order."""
     forward: list[tuple[int, Any]] = []
     backward: dict[int, Any] = {}
     handles = []

@@ -1,4 +1,4 @@
-"""The plan beside manual set-ups: the same profile, cluster, global batch and evaluator for all."""
+"""Compares the plan with manual set-ups, by the same profile, cluster, global batch and cost model."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -43,14 +43,15 @@ class SavedPlan:
 
 @dataclass(frozen=True)
 class Illegal:
-    """Words that no layout of these GPUs agrees with, and the rule that says so."""
+    """A set-up that is not possible on these GPUs, and the rule against it."""
 
     label: str
     rule: str
 
 
 Asked = Setup | RuleOfThumb | SavedPlan | Illegal
-"""One thing to compare with: a layout in words, legal or not, what a rule or framework leads to, or a plan document."""
+"""One thing to compare with: a set-up in words, possible or not; a rule of thumb or a framework's; or a plan
+document."""
 
 
 def read_setups(texts: Sequence[str], cluster: ClusterSpec) -> list[Asked]:
@@ -81,7 +82,7 @@ def _read_setup(text: str, cluster: ClusterSpec, frameworks: dict[str, RuleOfThu
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """The planned layout first, then every set-up in the order asked for."""
+    """The planned layout first, and then all set-ups in the order in which they were asked for."""
 
     candidates: tuple["Candidate", ...]
     planned: "SearchResult | None"
@@ -92,7 +93,7 @@ class Comparison:
         return {c.label: c.plan for c in self.candidates if c.plan is not None and c.estimate is not None}
 
     def page(self, times: "Times | None" = None) -> str:
-        """An HTML page with all tables and the bars; times: what set-ups really took. Raises ValueError where nothing
+        """An HTML page with all tables and bars. times: what set-ups really took. Raises ValueError if none of them
         fits."""
         from ..reporting.compare_page import comparison_page
         from ..reporting.measured_report import measured_table
@@ -133,9 +134,9 @@ def compare(
     time_limit_s: float = 60.0,
     progress: Callable[[str, float], None] | None = None,
 ) -> Comparison:
-    """Price the best plan and every set-up; without set-ups, the rules of thumb that the search prices anyway.
+    """Price the best plan and every set-up; if no set-ups are given, the rules of thumb that the search prices anyway.
 
-    all_baselines: beside the set-ups the rules of thumb and what every framework leads to, those named before left out.
+    all_baselines: also price the rules of thumb and what every framework would choose, unless it is among the set-ups.
     """
     from ...planner.answers.candidate import Candidate
     from ...planner.answers.search import InfeasibleError, adopted, search
@@ -198,7 +199,8 @@ def beside(
 
 
 def _with_its_replicas(setup: Setup, candidate: "Candidate") -> "Candidate":
-    """The candidate, which says, where it does not fit, that its data ranks are replicas only for want of a word."""
+    """The candidate; if it does not fit, and its data ranks are replicas only because the set-up did not say otherwise,
+    its verdict says so."""
     if not (setup.replicas_assumed and candidate.verdict.kind is VerdictKind.DOES_NOT_FIT):
         return candidate
     ways = f"its {setup.data_replicate} data ranks are replicas; {setup.label} fsdp shards over them"
@@ -236,7 +238,7 @@ def _against(candidate: "Candidate", planned: "Estimate") -> "Candidate":
 def measured(
     comparison: Comparison, loaded: "LoadedModel", *, steps: int = 5, repetitions: int = 5
 ) -> dict[str, "Measurement | str"]:
-    """Label -> what it really took on the local devices, or in a sentence why it could not be run."""
+    """Label -> what the set-up really took on local devices, or a sentence on why it could not be run."""
     from .measure import measure
 
     apart = {label: marked(plan) for label, plan in comparison.plans.items() if marked(plan)}
@@ -245,7 +247,8 @@ def measured(
 
 
 def save_picture(path: Path, comparison: Comparison, times: "Times | None" = None) -> None:
-    """Draw where each set-up's step goes, as stacked bars; the HTML page holds all tables, too, and measured times."""
+    """Draw bars of what each set-up spends its step on. A file that ends in .html also has all tables and measured
+    times."""
     if path.suffix == ".html":
         write_file(path, comparison.page(times))
         return

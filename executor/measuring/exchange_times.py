@@ -1,4 +1,4 @@
-"""Times what ranks exchange: between pairs of hosts, and in collectives over all ranks, some milliseconds each."""
+"""Times exchanges between ranks: between pairs of hosts, and collectives over all ranks, some milliseconds each."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,31 +14,32 @@ from .exchanges import KINDS, TimedExchanges, collective_sizes
 from .measurement import quantile
 
 FEWEST_HOSTS = 3
-"""Two hosts have one link between them, whichever of both is slow."""
+"""Least number of hosts for rates to be measured: two hosts have a single link, so it is not known which one is
+slow."""
 
 PARTNERS = 8
-"""Hosts that each one is paired with at most. A host counts by its fastest pair, so that it is not taken for slow where
-one of these is not."""
+"""Most partners that a host is paired with. Its fastest pair counts, so that it is not taken for slow because one of
+its partners is."""
 
 REPEATS = 3
-"""Of every exchange, after one that opens connections: fewest with which one that is off shows in the interval. All of
-them took 2 to 4 s between four emulated hosts of 12.5 to 25 MB/s."""
+"""Repeats of every exchange, after a first one that opens connections: the fewest with which a single wrong one shows
+in the interval. All exchanges took 2 to 4 s between four emulated hosts of 12.5 to 25 MB/s."""
 
 MESSAGE_S = 0.01
-"""Seconds that a message should take at the rate that is told. Tried with 40 MB/s told and links of 25 and 12.5: rates
-within 5% of these."""
+"""Seconds that a message should take at the declared rate, by which its size is chosen. Tried with 40 MB/s declared and
+links of 25 and 12.5 MB/s: rates came out within 5%."""
 
 LEAST_BYTES, MOST_BYTES = 1 << 16, 1 << 23
-"""Of one rank's message. Assumptions: the least is as small as gloo's messages can be told from latency, the most small
-beside what a plan's margin leaves free."""
+"""Limits of one rank's message in bytes. Assumptions: the least is as small as gloo's messages can be told from
+latency; the most is small beside what a plan's margin leaves free."""
 
 Place = tuple[int, int]
-"""A process' host, by its number in the cluster, and its number on it."""
+"""(number of its host in the cluster, its number on that host) of a process."""
 
 
 def pairings(hosts: int, most: int = PARTNERS) -> list[dict[int, int]]:
-    """Rounds in which every host has another partner (one has none where their number is odd), at most so many of them:
-    host -> its partner. (The circle method of a round-robin tournament.)"""
+    """At most so many rounds: host -> its partner. In each round a host has another partner; if their number is odd,
+    one host has none. (The circle method of a round-robin tournament.)"""
     seats = hosts + hosts % 2
     rounds = []
     for turn in range(seats - 1):
@@ -53,10 +54,10 @@ def pairings(hosts: int, most: int = PARTNERS) -> list[dict[int, int]]:
 def exchange_times(
     plan: Plan, processes: Sequence[int], device: torch.device, words: dist.ProcessGroup | None = None
 ) -> TimedExchanges:
-    """What the ranks of a plan take to exchange bytes. All of them call it.
+    """What the ranks of a plan take to exchange bytes. All of them must call it.
 
-    processes: [rank of the plan] -> process of the default group, whose backend carries tensors of `device`; words: a
-    group of gloo for what ranks tell each other; None: the default group is one.
+    processes: [rank of the plan] -> process of the default group, whose backend carries tensors of `device`. words: a
+    gloo group for what ranks tell each other; None: the default group is one.
     """
     places = [plan.cluster.host_of(processes.index(process)) for process in range(len(processes))]
     rates = _host_rates(places, plan.cluster.between_hosts.bandwidth, device, words)
@@ -91,8 +92,8 @@ def _collectives(
 def _host_rates(
     places: Sequence[Place], bytes_per_s: float, device: torch.device, words: dist.ProcessGroup | None
 ) -> tuple[tuple[float, ...], ...]:
-    """As in TimedExchanges. places: [process]; bytes_per_s: of a host's link as it is told, by which messages are
-    sized."""
+    """host_rates of TimedExchanges. places: [process]. bytes_per_s: declared rate of a host's link, by which the size
+    of messages is chosen."""
     hosts = 1 + max(host for host, _ in places)
     if hosts < FEWEST_HOSTS:
         return ()
@@ -109,11 +110,11 @@ def _host_rates(
             partner = partners.get(host, -1)
             peer = at.get((partner, number))
             taken.append(0.0)
-            for sends in (host < partner, host > partner):  # both at once were seen to take turns on gloo, or not
+            for sends in (host < partner, host > partner):  # at once they sometimes took turns on gloo
                 dist.barrier(group=words)
                 if peer is not None:
                     passed_s = _seconds(partial(_pass, message, peer, sends), device)
-                    taken[-1] = taken[-1] if sends else passed_s  # who sends may be done before it has arrived
+                    taken[-1] = taken[-1] if sends else passed_s  # a sender may be done before it has arrived
         if repeat >= 0:
             seconds.append(taken)
     found: list[list[list[float]]] = [[] for _ in places]
@@ -122,7 +123,7 @@ def _host_rates(
 
 
 def _pass(message: torch.Tensor, peer: int, sends: bool) -> None:
-    """A message to another rank, or from it."""
+    """Send a message to another rank, or receive one."""
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend if sends else dist.irecv, message, peer)]):
         work.wait()
 
@@ -143,8 +144,9 @@ def _wait_for(device: torch.device) -> None:
 def rates_of(
     seconds: Sequence[Sequence[float]], places: Sequence[Place], size: int, rounds: Sequence[dict[int, int]]
 ) -> tuple[float, ...]:
-    """[host] -> what all ranks of one direction got over what the slowest of both took, in the host's fastest round.
-    seconds: [process][round], 0.0 where it got nothing; size: bytes of a message."""
+    """[host] -> bytes per second in the host's fastest round: what all ranks of one direction got, over the time of the
+    slowest rank of both directions. seconds: [process][round], 0.0 for those who got nothing. size: bytes of a
+    message."""
     best = [0.0] * (1 + max(host for host, _ in places))
     for turn, partners in enumerate(rounds):
         for host, partner in partners.items():

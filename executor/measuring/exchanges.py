@@ -1,5 +1,4 @@
-"""What the ranks of a job take to exchange bytes before its first step, and what of it constants are fitted to. Needs
-no torch."""
+"""What a job times of exchanges between ranks before its first step, for the fit of constants. Needs no torch."""
 
 import math
 from collections.abc import Sequence
@@ -15,31 +14,32 @@ from ...profiler.model.model_profile import ModelProfile
 from .measurement import quantile
 
 KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
-"""What is timed over all ranks. Transfers between stages are not: who waits for them is the schedule's matter."""
+"""Collectives that are timed over all ranks. Transfers between stages are not timed: who waits for them depends on the
+schedule."""
 
 _COLLECTIVE_S = 0.04
-"""Seconds in which the larger tensor would pass the slowest link once, at the rate that is told. Tried with links of 25
-MB/s: all-reduces 1.09 times the ideal ring, which a long measurement has at 1.06."""
+"""The larger tensor has so many bytes that it would pass the slowest link once in so many seconds, at its declared
+rate. Tried with links of 25 MB/s: all-reduces took 1.09 times the ideal ring, and 1.06 times in a long measurement."""
 
 _PARTS = (4, 1)
-"""The larger tensor over those that are timed: two sizes tell latency from bandwidth."""
+"""The larger tensor over each of those that are timed: two sizes tell latency from bandwidth."""
 
 _LEAST_BYTES, _MOST_BYTES = 1 << 18, 1 << 25
-"""Of the larger tensor. Assumptions: smaller ones vary too much (at 64 KiB by 15% and more between shaped links), and a
-larger one may not fit beside what the job holds."""
+"""Limits of the larger tensor. Assumptions: times of smaller ones vary too much (at 64 KiB by 15% and more between
+shaped links), and a larger one may not fit beside what the job holds."""
 
 
 class TimedExchanges(Frozen):
-    """host_rates: [repeat][host] bytes per second that pass between a host and that one of its partners with which it
-    is fastest, in the slower direction; () for fewer than three hosts. collectives: (kind, bytes of the full tensor,
-    median seconds of the slowest rank) over all ranks."""
+    """host_rates: [repeat][host] -> bytes per second between a host and the partner with which it is fastest, in the
+    slower direction; () for fewer than three hosts. collectives: (kind, bytes of the full tensor, median seconds of the
+    slowest rank), over all ranks."""
 
     host_rates: tuple[tuple[NonNegativeFloat, ...], ...] = ()
     collectives: tuple[tuple[CollectiveKind, PositiveFloat, PositiveFloat], ...] = ()
 
 
 def collective_sizes(cluster: ClusterSpec) -> tuple[int, ...]:
-    """Bytes of the tensors that are exchanged over all ranks of a cluster, each a whole number of fp32 on all ranks."""
+    """Bytes of the tensors in collectives over all ranks of a cluster; each gives every rank a whole number of fp32."""
     link = cluster.between_hosts if cluster.num_hosts > 1 else cluster.link
     unit = 4 * cluster.num_devices
     largest = min(max(link.bandwidth * _COLLECTIVE_S, _LEAST_BYTES), _MOST_BYTES)
@@ -47,7 +47,7 @@ def collective_sizes(cluster: ClusterSpec) -> tuple[int, ...]:
 
 
 def expected_collectives(plan: Plan, profile: ModelProfile) -> list[MeasuredCollective]:
-    """What a job by this plan will exchange before its first step, not measured yet."""
+    """The collectives that a job by this plan will time before its first step; their seconds are not known yet."""
     if plan.degrees.num_devices == 1:
         return []
     sizes = collective_sizes(plan.cluster)
@@ -55,7 +55,8 @@ def expected_collectives(plan: Plan, profile: ModelProfile) -> list[MeasuredColl
 
 
 def measured_collectives(found: Sequence[tuple[Plan, ModelProfile, TimedExchanges]]) -> list[MeasuredCollective]:
-    """Each collective once, by its median over all jobs that timed it. found: of jobs on clusters of as many ranks."""
+    """Each collective once, with its median over all jobs that timed it. found: jobs on clusters with equally many
+    ranks."""
     seconds: dict[tuple[CollectiveKind, float], list[float]] = {}
     for _, _, exchanged in found:
         for kind, size, taken in exchanged.collectives:

@@ -1,5 +1,5 @@
-"""Measured steps out of the telemetry of runs: outliers and warm-up left out, drift and slow ranks told. Needs no
-torch."""
+"""Reads measured steps from the telemetry of runs: leaves out warm-up and outliers, and tells of drift and slow ranks.
+Needs no torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,31 +14,32 @@ from .measured_steps import computed_s
 from .measurement import WARM_UP_STEPS, quantile
 
 FEWEST = 3
-"""Steps, after the warm-up, that a run must have to be learned from."""
+"""Fewest steps, after the warm-up, of a run that can be learned from."""
 
 FENCE = 3.0
-"""Distances between the quartiles beyond the nearer one from which a step is an outlier (Tukey's outer fence): a
-checkpoint written beside it, a neighbour, a page fault."""
+"""A step is an outlier if it lies beyond a quartile by more than so many times the distance between the quartiles
+(Tukey's outer fence): a checkpoint written beside it, a neighbour, a page fault."""
 
 DRIFT = 0.05
-"""Change of the median step from a run's first third to its last that is told: repeats differ by less."""
+"""Least change of the median step, from the first third of a run to its last, that is reported: repeats differ by
+less."""
 
 APART = 0.1
-"""Share of the step by which a rank must wait less for others than the median rank to be called slow."""
+"""A rank is called slow if it waits for others less than all other ranks do, by more than this share of the step."""
 
 
 @dataclass(frozen=True)
 class LearnedRun:
-    """A run as the fit takes it, and what must be said of it."""
+    """A run in the form that the fit takes, and notes on it for the user."""
 
     step: MeasuredStep
     notes: tuple[str, ...]
 
 
 def learn_runs(paths: Sequence[Path], profile_of: Callable[[Plan], ModelProfile]) -> list[LearnedRun]:
-    """The runs in these files, each with its plan. profile_of: the profile of a plan's model.
+    """The runs in these files. profile_of: returns the profile of a plan's model.
 
-    Raises ValueError for files of another kind, runs of too few steps, and plans of several devices.
+    Raises ValueError for files of another kind, for runs with too few steps, and for plans of several devices.
     """
     found = [_learned(path, profile_of) for path in paths]
     devices = sorted({run.step.plan.cluster.device.name for run in found})
@@ -71,14 +72,14 @@ def _learned(path: Path, profile_of: Callable[[Plan], ModelProfile]) -> LearnedR
 
 
 def inliers(seconds: tuple[float, ...]) -> tuple[float, ...]:
-    """Steps within the outer fences."""
+    """The steps that are no outliers."""
     low, high = quantile(seconds, 0.25), quantile(seconds, 0.75)
     reach = FENCE * (high - low)
     return tuple(value for value in seconds if low - reach <= value <= high + reach)
 
 
 def what_to_say(steps: Sequence[RunStep]) -> list[str]:
-    """Drift, outliers and slow ranks of a run's steps after the warm-up, in sentences."""
+    """Sentences on drift, outliers and slow ranks in the steps of a run after the warm-up."""
     seconds = tuple(step.step_time_s for step in steps)
     usual = inliers(seconds)
     found = []
@@ -106,8 +107,8 @@ def what_to_say(steps: Sequence[RunStep]) -> list[str]:
 
 
 def slow_rank(steps: Sequence[RunStep]) -> tuple[int, float] | None:
-    """(the rank that all others wait for, the share of a step by which), where one stands out: its own communication is
-    under way for less time than the others', in the median over the steps."""
+    """(the rank that all others wait for, for which share of a step); None if no rank stands out. It is the rank whose
+    own communication takes the least of a step, in the median over the steps, because it arrives last."""
     known = [step for step in steps if len(step.rank_communication_s) > 1]
     if not known:
         return None

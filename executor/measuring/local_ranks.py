@@ -1,4 +1,4 @@
-"""Run a function on ranks that are forked from this process, and turn whatever goes wrong in them into one sentence."""
+"""Runs a function on ranks that are forked from this process, and tells in one sentence whatever goes wrong in them."""
 
 import gc
 import multiprocessing
@@ -30,18 +30,18 @@ _ECHOES = (
     "ncclRemoteError",
     "ncclSystemError",
 )
-"""What ranks say when another one has failed or hangs: never the cause."""
+"""What ranks say when another rank has failed or hangs: these messages never tell the cause."""
 
 _is_local_rank = False
-"""Whether this process is a rank that another one began and watches."""
+"""Whether this process is a rank that `run_local_ranks` has started in another process."""
 
 _APART_S = 24 * 3600.0
-"""How long what runs apart may take: it would have no limit here."""
+"""Seconds that a function in `apart` may take: far more than it needs, for it would have no limit in this process."""
 
 T = TypeVar("T")
 
 _SETTLE_S = 2.0
-"""How long to wait for the cause after an echo of it has arrived."""
+"""Seconds to wait for the cause, after a message that only echoes it."""
 
 
 class RankError(RuntimeError):
@@ -57,9 +57,9 @@ def run_local_ranks(
 ) -> list[Any]:
     """[rank] -> what function(*args) returned there.
 
-    Ranks find RANK, WORLD_SIZE and so on in the environment; on the CPU torch.distributed runs already, over gloo.
-    Nothing is sent to them, for they are forked: the function may be a closure. Raises RankError when a rank fails or
-    when they have not ended after timeout_s; no process is left behind.
+    Ranks find RANK, WORLD_SIZE and so on in the environment; on the CPU torch.distributed runs already, over gloo. They
+    are forked, so nothing is sent to them, and the function may be a closure. Raises RankError if a rank fails, or if
+    they have not ended after timeout_s. No process is left behind.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise ValueError("ranks are forked from this process, which this system cannot do; use Linux or macOS")
@@ -88,7 +88,8 @@ def run_local_ranks(
 
 @contextmanager
 def _single_threaded() -> Iterator[None]:
-    """Python warns that forking a process with threads may deadlock; ranks touch no lock of the parent's threads."""
+    """While it lasts, Python does not warn that to fork a process with threads may deadlock: ranks touch no lock of the
+    parent's threads."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
@@ -112,7 +113,7 @@ def _run(
 ) -> None:
     global _is_local_rank
     _is_local_rank = True
-    gc.freeze()  # else the collector would walk over, and so copy, all that the parent has
+    gc.freeze()  # else the collector would touch, and so copy, all of the parent's memory
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
     with suppress(OSError):  # if memory runs out, Linux should kill a rank and not the parent, who says what happened
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -125,7 +126,7 @@ def _run(
         OMP_NUM_THREADS="1",
     )
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # each would come from every rank
+    warnings.simplefilter("ignore")  # each would be shown by every rank
     try:
         _begin_autograd()
         if device_type == "cpu" and num_ranks > 1:
@@ -142,7 +143,8 @@ def _run(
 
 
 def _begin_autograd() -> None:
-    """In a forked process autograd's engine is made anew by the first who needs it; two threads at once would crash."""
+    """Run a first backward. Autograd's engine is made anew in a forked process by the first that needs it, and two
+    threads at once would crash."""
     try:
         torch.ones((), requires_grad=True).backward()
     except RuntimeError as error:
@@ -153,8 +155,9 @@ def _begin_autograd() -> None:
 
 
 def apart(function: Callable[..., T], *args: Any) -> T:
-    """What function(*args) returns. Where there are GPUs it runs in a process of its own, for once a backward has run
-    beside one, no rank that is forked from this process could run its own. Raises the ValueError that it raised."""
+    """The result of function(*args). On a machine with GPUs it runs in a process of its own: after a backward beside a
+    GPU ranks that are forked from this process could not run a backward. A ValueError of the function is raised
+    here."""
     if torch.cuda.device_count() == 0:  # leaves CUDA alone
         return function(*args)
     found: T | ValueError = run_local_ranks(_value_or_error, 1, function, *args, timeout_s=_APART_S)[0]
@@ -224,10 +227,10 @@ def _ending(exit_code: int) -> str:
 
 
 def is_local_rank() -> bool:
-    """Whether run_local_ranks began this process, and says what happens to it."""
+    """Whether this process is a rank that run_local_ranks has started, whose failure is told there."""
     return _is_local_rank
 
 
 def is_echo(message: str) -> bool:
-    """Whether an error says no more than that another rank has failed or hangs."""
+    """Whether a message tells no more than that another rank has failed or hangs."""
     return any(echo in message for echo in _ECHOES)

@@ -24,7 +24,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class _RankTimes:
-    """What one rank saw in one repetition."""
+    """What one rank measured in one repetition."""
 
     steps_s: tuple[float, ...]
     peak_memory_bytes: int
@@ -110,7 +110,7 @@ def _device_words(ranks: int, device_type: str) -> str:
 
 
 def _timed_steps(loaded: LoadedModel, plan: Plan, steps: int, device_type: str) -> _RankTimes:
-    """Times of a plan's steps on this rank; every step ends with the loss, for which all ranks wait."""
+    """Times of a plan's steps on this rank. Every step ends with the loss, for which all ranks wait."""
     trainer, share = trainer_and_share(loaded, plan, device_type)
     times = []
     for _ in range(WARM_UP_STEPS + steps):
@@ -125,8 +125,8 @@ def _timed_steps(loaded: LoadedModel, plan: Plan, steps: int, device_type: str) 
 def trainer_and_share(
     loaded: LoadedModel, plan: Plan, device: str | None, timeout_s: float = HANG_S
 ) -> tuple[Trainer, Batch]:
-    """(this rank's trainer of a plan, its share of a global batch that the model's own `batch` makes). device: None for
-    this rank's GPU, or the CPU without one."""
+    """(this rank's trainer for a plan, its share of a global batch made by the model's `batch`). device: None for this
+    rank's GPU, or the CPU if it has none."""
     kind = torch.optim.AdamW if plan.training.optimizer == "adamw" else torch.optim.SGD
     trainer = parallelize(
         loaded.build,

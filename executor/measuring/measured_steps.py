@@ -17,7 +17,7 @@ _EXAMPLE = '{"plan": "plan.json", "step_time_s": 1.23}'
 
 
 class _Line(Frozen):
-    """One measured plan: its file, and the seconds of a step, or the file that telemetry wrote of a run of it."""
+    """A line of the list: the file of a plan, and either the seconds of a step or the telemetry file of a run."""
 
     plan: Path
     step_time_s: PositiveFloat | None = None
@@ -26,11 +26,12 @@ class _Line(Frozen):
 
 
 def load_measured_steps(path: Path, profile_of: Callable[[Plan, str], ModelProfile]) -> list[MeasuredStep]:
-    """The steps that `path` lists, one line each: `plan` and `step_time_s`, or `plan` and `run` (parallelize's
-    telemetry, whose median step after the warm-up counts); `model` if it is not where the plan says. Files are found
-    from the list's own folder.
+    """The measured steps in the list at `path`. A line has `plan` and `step_time_s`, or `plan` and `run` (parallelize's
+    telemetry, of which the median step after the warm-up counts), and `model` if that is not where the plan says. Paths
+    are relative to the list's folder.
 
-    profile_of: the profile of (plan, model). Raises ValueError that names the line, and for plans of several devices.
+    profile_of: returns the profile of (plan, model). Raises ValueError that names the line; also if the plans are for
+    several devices.
     """
     if not path.is_file():
         raise ValueError(f"no such list of measured steps: {path}; each of its lines is like {_EXAMPLE}")
@@ -76,8 +77,8 @@ def _step_s(line: _Line, folder: Path, where: str) -> float:
 
 
 def computed_s(plan: Plan, measured: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """[pipeline coordinate] -> seconds of a step that its slowest rank computes, each rank by its median. measured: of
-    laps or steps, [rank]; () where one does not tell, or a rank is said to compute nothing."""
+    """[pipeline coordinate] -> seconds of a step that the slowest rank at this place computes, each rank by its median;
+    () if a step does not tell, or a rank is said to compute nothing. measured: [step or lap][rank] -> seconds."""
     if not measured or any(len(found) != plan.degrees.num_devices for found in measured):
         return ()
     slowest = [0.0] * plan.degrees.pipeline

@@ -7,7 +7,7 @@ from pydantic import Field, PositiveInt
 from ...profiler.document import Document
 
 MAX_CPU_RANKS = 16
-"""More ranks than this on one CPU would measure the operating system's scheduler."""
+"""Most ranks on one CPU: with more, the operating system's scheduler would be measured."""
 
 WARM_UP_STEPS = 2
 """First steps of a run, which are not timed: they allocate, connect ranks, and make optimizer state."""
@@ -58,7 +58,7 @@ class Measurement(Document):
 
 
 def quantile(values: tuple[float, ...], share: float) -> float:
-    """The value below which that share of the values lies, interpolated linearly."""
+    """The value that this share of the values lies below, interpolated linearly."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)

@@ -1,4 +1,4 @@
-"""What one process computes, which plans are compared with: the same training without parallelism."""
+"""Trains in one process without parallelism: the reference that plans are compared with."""
 
 import copy
 import re
@@ -32,28 +32,28 @@ from ..parallel.synced_norms import normalise_here, normalised, synced_norms
 LEARNING_RATE = 1e-3
 
 SEED = 0
-"""Where weights and random numbers begin, in one process and under the plan."""
+"""Seed of weights and random numbers, in one process and under the plan alike."""
 
 _MOST_REPLICATED = 100_000_000
-"""Parameters of all replicas in the reference: 0.4 GB, and as much again for gradients."""
+"""Most parameters in all replicas together in the reference run: 0.4 GB, and as much again for gradients."""
 
 _EPS = 1.0
 """AdamW's eps as a share of the RMS gradient: the usual 1e-8 would turn rounding into whole steps."""
 
 
 NamedOptimizers = Callable[[list[tuple[str, nn.Parameter]]], list[torch.optim.Optimizer]]
-"""Makes optimizers of all parameters by name."""
+"""Makes optimizers of (name, parameter) pairs of all parameters."""
 
 
 def adamw(eps: float) -> NamedOptimizers:
-    """Makes an AdamW of all parameters."""
+    """A function that makes one AdamW of all parameters, with this eps."""
     return lambda named: [torch.optim.AdamW([p for _, p in named], lr=LEARNING_RATE, eps=eps)]
 
 
 @dataclass(frozen=True)
 class Training:
-    """How both runs train. compile: as parallelize takes it. optimizers: of AdamW's eps. dropout: whether dropout is
-    on, in both runs with the masks that the executor draws by sample."""
+    """How both runs train. compile: as parallelize takes it. optimizers: returns what makes them, for AdamW's eps.
+    dropout: whether dropout is on; both runs then use the masks that the executor draws sample by sample."""
 
     compile: bool | str = False
     optimizers: Callable[[float], NamedOptimizers] = adamw
@@ -61,13 +61,13 @@ class Training:
 
 
 USUAL = Training()
-"""As `plan verify` trains."""
+"""How `plan verify` trains."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run computed. gradients: of the first step; parameters: after the last; evaluated: mean loss of the last
-    batch then."""
+    """What a run computed. gradients: those of the first step. parameters: those after the last step. evaluated: mean
+    loss of the last batch, with these parameters."""
 
     losses: list[float]
     norms: list[float]
@@ -80,7 +80,8 @@ class RunResult:
 
 
 def global_batches(loaded: LoadedModel, plan: Plan, steps: int, problem: str) -> list[Any]:
-    """Global batches, in single precision what is in half. problem: why they cannot be cut, if so."""
+    """Global batches for so many steps; tensors in half precision become fp32. problem: why they cannot be cut, if they
+    cannot: then each is given as shares."""
     share = plan.micro_batch * plan.num_microbatches
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
@@ -96,12 +97,12 @@ def one_process(
     batches: Sequence[Batch],
     training: Training = USUAL,
 ) -> RunResult:
-    """What training in one process gives on these batches, with none of our machinery but the masks of dropout and
-    where Python's and numpy's random numbers begin.
+    """What training in one process computes on these batches. Of our own machinery it uses only the masks of dropout
+    and the seeds of Python's and numpy's random numbers.
 
-    A batch goes through in the plan's micro-batches, one after the other. What a forward leaves behind (running
-    averages, counters, those of files and classes as well) is each data rank's own under the plan, so each has a
-    replica of the module here, too.
+    A batch is run in the plan's micro-batches, one after another. What a forward leaves behind (running averages,
+    counters, also in files and classes) belongs to each data rank alone under the plan, so here each data rank has a
+    replica of the module.
     """
     torch.manual_seed(SEED)
     parameters = plan.degrees.data * plan.model.num_parameters
@@ -150,7 +151,7 @@ def one_process(
 
 
 def _masks_of_one_process(plan: Plan, replicas: Sequence[nn.Module]) -> RandomNumbers:
-    """Random numbers of a process that takes all micro-batches of the plan, one after the other."""
+    """The random numbers of a process that runs all micro-batches of all data ranks in order."""
     alone = plan.model_copy(
         update={"degrees": Degrees(), "num_microbatches": plan.num_microbatches * plan.degrees.data}
     )
@@ -169,8 +170,9 @@ def _evaluated(
     begins: Callable[[int], None],
     turns: "ReplicaTurns | None",
 ) -> float | None:
-    """Mean loss of a batch in evaluation mode, None where the forward asks for gradients, of which there are none then.
-    shares: [data rank] -> micro-batches. begins: is told that so manieth one does. turns: of the replicas."""
+    """Mean loss of a batch in evaluation mode; None if the forward asks for gradients, which there are none of then.
+    shares: [data rank] -> micro-batches. begins: is called with the number of each micro-batch before it runs. turns:
+    of the replicas."""
     total, count = 0.0, 0.0
     for i, share in enumerate(shares):
         if turns is not None:
@@ -190,7 +192,7 @@ def _evaluated(
 
 
 def unsplit(loaded: LoadedModel, plan: Plan, batch: Batch) -> RunResult:
-    """The first step's loss and gradients of a global batch that goes through one process as it is, in one forward."""
+    """Loss and gradients of the first step, if its global batch is run in a single forward."""
     model = in_training(_seeded(loaded))
     with no_dropout(model), SameDraws():
         loss = _accumulate([model], [loaded], [[batch]])
@@ -205,7 +207,7 @@ def _seeded(loaded: LoadedModel) -> nn.Module:
 
 
 class Together:
-    """Replicas in threads of one process, whose synchronised norms look at the samples of all of them."""
+    """Replicas in threads of one process, whose synchronised norms take their statistics over the samples of all."""
 
     def __init__(self, replicas: Sequence[nn.Module]) -> None:
         self.drew = False
@@ -226,7 +228,7 @@ class Together:
         return found
 
     def sum_of(self, runs: Sequence[Callable[[], torch.Tensor]]) -> torch.Tensor:
-        """The sum of what the replicas' runs give, all at once."""
+        """The sum of the losses that these functions return, one for each replica, run at once."""
 
         def alone(run: Callable[[], torch.Tensor]) -> torch.Tensor:
             try:
@@ -244,15 +246,16 @@ class Together:
 
 
 def _with_own_loss(loaded: LoadedModel) -> LoadedModel:
-    """The model with a loss of its own where that is an object, which may count its calls: others' do not add to it."""
+    """The model with a copy of its loss, if the loss is an object that may count its calls: so calls by others do not
+    count."""
     if loaded.loss is None or isinstance(loaded.loss, FunctionType | MethodType):
         return loaded
     return replace(loaded, loss=copy.deepcopy(loaded.loss))
 
 
 class ReplicaTurns:
-    """Replicas of one process that take turns: what their code, or that of their losses, keeps in files, classes and
-    objects that all of them reach is each one's own, as if each ran in a process of its own."""
+    """Replicas of one process that take turns. Each finds what its code, or that of its loss, keeps in files, classes
+    and shared objects as it left it, as if it ran in a process of its own."""
 
     def __init__(self, replicas: Sequence[nn.Module], alone: Sequence[LoadedModel]) -> None:
         self._replicas, self._alone = replicas, alone
@@ -260,7 +263,7 @@ class ReplicaTurns:
         self._running = 0
 
     def take(self, number: int) -> None:
-        """One of them runs from now on."""
+        """Switch to a replica."""
         if number != self._running:
             self._left[self._running], self._running = self._found(self._running), number
             put_back(changed(self._left[number]))
@@ -271,7 +274,7 @@ class ReplicaTurns:
 
 
 class SharesApart(tuple[Batch, ...]):
-    """The shares of data ranks, where a batch cannot be cut into them."""
+    """The shares of all data ranks, for a batch that cannot be cut into them."""
 
 
 def shares_of(batch: "Batch | SharesApart", plan: Plan) -> list[Any]:
@@ -296,10 +299,10 @@ def _accumulate(
     begins: Callable[[int], None] = lambda place: None,
     turns: "ReplicaTurns | None" = None,
 ) -> float:
-    """Loss of a step; gradients are left on the first replica's parameters. shares: [data rank] -> micro-batches.
-    alone: the model with each replica's own loss. together: runs those of all data ranks at once, where a norm looks
-    at all of them. masks: draws dropout's. begins: is told that so manieth micro-batch does, unless they run together.
-    turns: of the replicas."""
+    """Loss of a step. Gradients are left on the parameters of the first replica. shares: [data rank] -> micro-batches.
+    alone: the model with each replica's own loss. together: runs the micro-batches of all data ranks at once, if norms
+    take statistics over all of them. masks: draws the masks of dropout. begins: is called with the number of each
+    micro-batch before it runs, unless they run together. turns: of the replicas."""
     parts = [(i % len(replicas), part) for i, share in enumerate(shares) for part in share]
     weight_of = alone[0].weight
     weights = [1.0 if weight_of is None else float(weight_of(part)) for _, part in parts]
@@ -310,7 +313,7 @@ def _accumulate(
 
     def scaled(number: int, part: Any, weight: float) -> torch.Tensor:
         loss = _loss(replicas[number], alone[number], part)
-        if not weight:  # its mean is no number
+        if not weight:  # its mean would be NaN
             return torch.zeros_like(loss, requires_grad=True)
         return loss * (weight / sum(weights))
 
@@ -345,7 +348,7 @@ def _loss(model: nn.Module, loaded: LoadedModel, part: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def _hand_on(replicas: Sequence[nn.Module]) -> None:
-    """Give the first replica's parameters to the others."""
+    """Copy the first replica's parameters to the others."""
     for replica in replicas[1:]:
         for own, parameter in zip(replicas[0].parameters(), replica.parameters(), strict=True):
             parameter.copy_(own)
@@ -353,7 +356,7 @@ def _hand_on(replicas: Sequence[nn.Module]) -> None:
 
 @contextmanager
 def no_dropout(model: nn.Module) -> Iterator[None]:
-    """Every dropout of a model keeps everything: two runs that draw differently cannot be compared."""
+    """While it lasts, dropouts keep everything: two runs that draw differently could not be compared."""
 
     def keep_all(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)  # tensors between layers are known by the name of the function that made them
@@ -390,12 +393,13 @@ _DROPPING = {
 
 
 def _held_too(held: bool) -> AbstractContextManager[Any]:
-    """What stands under torch's names now is called, too, where a model holds torch's functions themselves."""
+    """While it lasts, torch's original functions call those that are now bound to their names. Needed only if a model
+    holds the originals (`held`)."""
     return CallsInstead({_DROPPING[name]: getattr(functional, name) for name in _DROPPING}) if held else nullcontext()
 
 
 def copied(batch: Any) -> Any:
-    """A batch with tensors of its own, as models may write into theirs."""
+    """A copy of a batch with tensors of its own, for models may write into them."""
 
     def cloned(leaf: Any) -> Any:
         return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
@@ -406,5 +410,5 @@ def copied(batch: Any) -> Any:
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, a complex one with its real and imaginary parts side by side."""
+    """The tensor; a complex one as pairs of real and imaginary parts."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

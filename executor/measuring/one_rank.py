@@ -1,5 +1,4 @@
-"""One rank of a plan in this process, without its peers: real kernels and memory; collectives return at once and send
-nothing."""
+"""Runs one rank of a plan in this process, without its peers: kernels and memory are real, collectives send nothing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +19,11 @@ from ..torch_compat import data_parallel, forget_groups
 
 @contextmanager
 def without_peers(rank: int, num_ranks: int) -> Iterator[None]:
-    """This process is a rank of a job whose other ranks are not there. What they would send is whatever the memory
-    held, so numbers mean nothing; sizes do. No process group may be running; none is afterwards.
+    """While it lasts, this process is a rank of a job whose other ranks are not there. What they would send is whatever
+    the memory holds, so numbers mean nothing; sizes do. No process group may be running before, and none is afterwards.
 
-    A loss or gradient that is not finite ends nothing, DDP's buckets come back as they went, as many tokens go to every
-    expert, and stages take each other's shapes for known.
+    Losses and gradients that are not finite raise nothing, DDP's buckets come back as they were sent, all experts get
+    equally many tokens, and stages take each other's shapes to be known.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -46,16 +45,17 @@ def without_peers(rank: int, num_ranks: int) -> Iterator[None]:
 
 
 def _unseen(*_: Any, **__: Any) -> None:
-    """A check that finds nothing. (A Mock would keep what it was called with: the gradients of every step.)"""
+    """Replaces a check, and finds nothing. (A Mock would keep what it was called with: the gradients of every step.)"""
 
 
 def _agreed(*_: Any, **__: Any) -> torch.Tensor:
-    """The vote of all stages (torch 2.13) that each knows its shapes already, which no other stage is here to cast."""
+    """Replaces the vote of all stages (torch 2.13) on whether each knows its shapes already; no other stage is here to
+    vote."""
     return torch.ones(1, dtype=torch.int32)
 
 
 def equal_rows(experts: torch.Tensor, count: int, group: dist.ProcessGroup) -> Rows:
-    """Tokens spread evenly: as many for one rank as for another."""
+    """Replaces the count of rows between ranks: all get equally many."""
     arriving = count_rows(experts, count, group).arriving
     num_ranks = dist.get_world_size(group)
     each, more = divmod(experts.numel(), num_ranks)
@@ -64,8 +64,8 @@ def equal_rows(experts: torch.Tensor, count: int, group: dist.ProcessGroup) -> R
 
 
 def replicas(*args: Any) -> DistributedDataParallel:
-    """DDP whose reduction is done by a hook (its own takes the result from the process group, and the fake one has
-    none), and which has from the start the buckets that it would make after its first step."""
+    """DDP whose reduction is done by a hook, because its own reads the result from the process group, and the fake one
+    has none. It has from the start the buckets that it would make after its first step."""
     with mock.patch.object(dist, "_compute_bucket_assignment_by_size", _buckets_of_backward):
         replicas = data_parallel(*args)
     replicas.register_comm_hook(replicas.process_group, _reduced)
@@ -77,8 +77,8 @@ def replicas(*args: Any) -> DistributedDataParallel:
 def _buckets_of_backward(
     parameters: list[torch.Tensor], limits: list[int], sparse: list[bool]
 ) -> tuple[list[list[int]], list[int]]:
-    """Torch's own buckets of gradients that come in the order of the parameters, last first; listed, as DDP expects
-    them, the last bucket first."""
+    """The buckets that torch makes if gradients come in the order of the parameters, from the last to the first; in the
+    order in which DDP expects them, the last bucket first."""
     last = len(parameters) - 1
     limits = [_untyped_dist._DEFAULT_FIRST_BUCKET_BYTES, _DDP_BUCKET_BYTES]
     buckets, sizes = _compute_buckets(parameters[::-1], limits, sparse[::-1])
@@ -91,8 +91,8 @@ _DDP_BUCKET_BYTES = 25 * 2**20
 
 
 class _Reducer:
-    """DDP's reducer, but for putting its buckets in the order in which gradients came: for that it would read the
-    numbers of a tensor."""
+    """DDP's reducer, which does not order its buckets anew by when gradients came, for it would read a tensor's numbers
+    for that."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer

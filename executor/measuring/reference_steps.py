@@ -29,7 +29,8 @@ _VOCABULARY = 512
 
 @dataclass(frozen=True)
 class Reference:
-    """A model, its samples per rank and step, and the set-ups that several ranks run it in (N: their number)."""
+    """A model, its samples per rank and step, and the set-ups that several ranks run it in (N stands for the number of
+    ranks)."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
@@ -38,7 +39,7 @@ class Reference:
 
 
 class _Wide(nn.Module):
-    """Three large products: arithmetic, and parameters that are costly to gather and to update."""
+    """A model of three large products: arithmetic, and parameters that take long to gather and to update."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class _Block(nn.Module):
 
 
 class _Deep(nn.Module):
-    """Many small layers: what each costs whatever its size."""
+    """A model of many small layers, which shows what a layer costs whatever its size."""
 
     def __init__(self, width: int, num_blocks: int) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ def _loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> tor
 
 
 def references(device_type: str) -> dict[str, Reference]:
-    """Name -> reference, of such a size that a step takes about a tenth of a second."""
+    """Name -> reference model of such a size that a step takes about a tenth of a second."""
     width, deep, length, samples = (512, 192, 96, 4) if device_type == "cpu" else (4096, 1024, 1024, 4)
     several = ("ddp", "fsdp", "pp=N")
     return {
@@ -113,7 +114,7 @@ def references(device_type: str) -> dict[str, Reference]:
 
 
 def reference_steps(device: Device, num_ranks: int, device_type: str, repetitions: int) -> list[MeasuredStep]:
-    """Every reference under every set-up that fits these ranks, measured in turns."""
+    """Measured steps of every reference model under every set-up that these ranks can run; they take turns."""
     runs = []
     for name, reference in references(device_type).items():
         loaded: LoadedModel = load_model(reference.build, batch=reference.batch, loss=_loss)

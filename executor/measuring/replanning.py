@@ -1,5 +1,5 @@
-"""What keeps a running job from being faster, a slow host or constants that are off, and whether another plan would pay
-for the restart. Needs no torch."""
+"""Tells why a running job is slower than it could be (a slow host, or constants that are off), and whether another plan
+would pay for the restart. Needs no torch."""
 
 from pathlib import Path
 
@@ -22,16 +22,17 @@ from .slow_hosts import HostSpeeds, SpeedsUnknownError, host_speeds
 from .slower_cluster import ways_on
 
 LINKS = ("link bandwidth", "link latency", "network bandwidth", "network latency", *COLLECTIVES)
-"""Constants that are fitted where a link explains a step that is longer than predicted, beside those of COMPUTE where
-ranks tell what they computed; else those of COMPUTE alone are."""
+"""Constants that are fitted if a slow link explains why a step is longer than predicted; those of COMPUTE are fitted,
+too, if ranks tell what they computed. Otherwise those of COMPUTE alone are."""
 
 _WEIGHED_S = 8.0
-"""Seconds to weigh other layouts: in all, and with slow hosts for each way on."""
+"""Seconds of search for other layouts; with slow hosts for each way to go on."""
 
 
 def replanning(plan: Plan, profile: ModelProfile, run: Path) -> list[str]:
-    """Which hosts of a run of `plan` compute slower than the others, and what another plan would bring, in sentences: a
-    plan for hosts as slow as those are and one without them, else a layout that was weighed beside the plan."""
+    """Sentences on which hosts of a run compute slower than the others, and on what another plan would bring: one for
+    hosts as slow as these, and one without them. Without slow hosts: what the best layout that was weighed beside the
+    plan would bring."""
     _, steps = load_run(run)
     step_s = step_seconds(steps)
     if step_s is None:
@@ -51,7 +52,7 @@ def replanning(plan: Plan, profile: ModelProfile, run: Path) -> list[str]:
 def _around_slow_hosts(
     plan: Plan, profile: ModelProfile, speeds: HostSpeeds, cost: Switching | None, run: Path
 ) -> list[str]:
-    """Whether a plan with the slow hosts, or one without them, pays for the restart, and how to get it."""
+    """Sentences on whether a plan with the slow hosts, or one without them, pays for the restart, and how to get it."""
     way_out = (
         f"`plan replan --checkpoint DIR --run {run.name}`, DIR being the run's folder, searches for both and writes "
         "the better plan"
@@ -77,7 +78,8 @@ def _around_slow_hosts(
 def _by_constants(
     plan: Plan, profile: ModelProfile, steps: list[RunStep], step_s: float, cost: Switching | None
 ) -> list[str]:
-    """What the fastest layout that was weighed beside the plan would bring with constants as the run has them."""
+    """Sentences on what the fastest layout that was weighed beside the plan would bring, with constants fitted to the
+    run."""
     timed = steps[WARM_UP_STEPS:]
     expected_s = estimate(plan, profile).step_time_s
     told = {str(axis): seconds for axis, seconds in axis_seconds(plan, profile).items()}

@@ -1,4 +1,5 @@
-"""A Hugging Face config shrunk to what trains in a moment, cut as finely as a plan cuts the whole."""
+"""Shrinks a Hugging Face config to a model that trains in a moment, and can be cut as finely as a plan cuts the
+whole."""
 
 import json
 from pathlib import Path
@@ -33,7 +34,8 @@ _INNER = (
 
 
 def shrunken_config(config: dict[str, Any], degrees: Degrees, max_ranks: int) -> dict[str, Any]:
-    """A config of the same architecture that trains in a moment and can be cut by these degrees, up to max_ranks."""
+    """A config of the same architecture, so small that it trains in a moment, and large enough to be cut by these
+    degrees on up to max_ranks ranks."""
     tensor = min(degrees.tensor, max_ranks)
     layers = max(2, min(degrees.pipeline, max_ranks))
     heads = next((config[k] for k in _HEADS if isinstance(config.get(k), int)), 2)
@@ -86,7 +88,7 @@ def shrunken_config(config: dict[str, Any], degrees: Degrees, max_ranks: int) ->
 
 
 def full_config(path: Path) -> dict[str, Any]:
-    """The config with the defaults of its class, which may be large, too."""
+    """The config with the defaults of its class filled in, for they may be large, too."""
     import transformers
 
     document = json.loads(path.read_text())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .measurement import Measurement, quantile
 
 CONFIDENCE = 0.95
-"""Chance that no interval of a comparison misses its ratio, if noise is normal in the logarithm."""
+"""Chance that all intervals of a comparison hold their true ratios, if noise is normal in the logarithm."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Apart:
 
 @dataclass(frozen=True)
 class Standing:
-    """fastest: smallest geometric mean; ties: those that cannot be told apart from it; against: every other set-up
-    beside the reference, in the order of the measurements."""
+    """fastest: the set-up with the smallest geometric mean. ties: those that cannot be told apart from it. against:
+    every other set-up compared with the reference, in the order of the measurements."""
 
     fastest: str
     ties: tuple[str, ...]
@@ -44,9 +44,9 @@ class Standing:
 
 
 def standing(found: Mapping[str, Measurement], reference: str) -> Standing | None:
-    """Who is fastest and how each set-up compares with `reference` (with the fastest, where that was not measured).
+    """Which set-up is fastest, and how each compares with `reference` (with the fastest, if that was not measured).
 
-    None for less than two measurements, or where repetitions are not of one number, so did not take turns.
+    None for fewer than two measurements, or if they have different numbers of repetitions and so did not take turns.
     """
     if len(found) < 2 or len({len(one.steps_s) for one in found.values()}) > 1:
         return None
@@ -68,15 +68,15 @@ def _apart(label: str, other: str, medians: Mapping[str, Sequence[float]], pairs
 
 
 def ratio_of(logs: Sequence[float], ratios: int) -> tuple[float, float, float]:
-    """The geometric mean of a ratio whose logarithms were seen, and Student's interval around it, which holds for so
-    many ratios together."""
+    """(geometric mean of observed ratios, low, high): Student's interval, so wide that this number of such intervals
+    hold together. logs: logarithms of the observed ratios."""
     mean = sum(logs) / len(logs)
     half = _half_width(logs, (1.0 - CONFIDENCE) / ratios)
     return math.exp(mean), math.exp(mean - half), math.exp(min(mean + half, 700.0))
 
 
 def means_of_alike(ratios: Mapping[int, float], noise: float) -> dict[int, float]:
-    """Each of some ratios by its number; of those that differ by no more than the noise the mean."""
+    """The ratios by number; those that differ by no more than the noise are replaced by their mean."""
     left, found = sorted(ratios, key=lambda number: ratios[number]), dict[int, float]()
     while left:
         alike = [number for number in left if ratios[number] <= ratios[left[0]] * (1 + noise)]
@@ -86,11 +86,12 @@ def means_of_alike(ratios: Mapping[int, float], noise: float) -> dict[int, float
 
 
 def paired(medians: Mapping[str, Mapping[int, float]], leader: str) -> dict[str, Apart]:
-    """Label -> how it compares with the leader, over the turns that both took; without those who share none.
+    """Label -> how it compares with the leader, over the turns that both took part in; labels without such turns are
+    left out.
 
     medians: label -> turn -> median seconds of a step in that turn. A few turns tell little of the noise of one pair,
-    so that of all pairs is pooled: an interval takes the larger of the pair's own variance and the pooled one, with the
-    degrees of freedom of all. They hold together at one look (Bonferroni over the pairs with the leader).
+    so the variance of all pairs is pooled: an interval takes the larger of the pair's own and the pooled variance, with
+    the degrees of freedom of all. All intervals hold together at one look (Bonferroni over the pairs with the leader).
     """
     own = medians[leader]
     logs = {
@@ -116,8 +117,8 @@ def paired(medians: Mapping[str, Mapping[int, float]], leader: str) -> dict[str,
 
 
 def _half_width(values: Sequence[float], chance: float) -> float:
-    """Half of Student's interval around the mean of values, which misses it with this chance; one value tells nothing
-    of the noise, so its interval is endless."""
+    """Half the width of Student's interval around the mean of values; it misses the true mean with probability
+    `chance`. Infinite for a single value, which tells nothing of the noise."""
     count = len(values)
     if count == 1:
         return math.inf

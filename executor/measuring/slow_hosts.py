@@ -36,10 +36,10 @@ from .significance import CONFIDENCE, means_of_alike, ratio_of
 Floats = NDArray[np.float64]
 
 Work = tuple[int, int]
-"""What a rank has to do: its pipeline coordinate, and the first rank that has an equal device."""
+"""What a rank computes, and on what: its pipeline coordinate, and the number of the first rank with an equal device."""
 
 RECENT = 100
-"""Last steps that are looked at: a host that has become slow is slow now, whatever it was before."""
+"""Number of last steps that are looked at: a host that has become slow is slow now, whatever it was before."""
 
 
 class SpeedsUnknownError(ValueError):
@@ -48,8 +48,8 @@ class SpeedsUnknownError(ValueError):
 
 @dataclass(frozen=True)
 class SlowHost:
-    """A host by its number in the cluster, its slow ranks of the plan, and how many times as long the slowest of them
-    computes as the others do, with its interval. beside: whether others compute the same layers."""
+    """A host with slow ranks. host: its number in the cluster. ratio: how many times as long its slowest rank computes
+    as the others do; low, high: interval of the ratio. beside: whether others compute the same layers."""
 
     host: int
     ranks: tuple[int, ...]
@@ -69,9 +69,9 @@ class SlowHost:
 
 @dataclass(frozen=True)
 class HostSpeeds:
-    """What steps of a run say of the speed of hosts. step_s: the median step; most: the ratio of the slowest host, slow
-    or not; threshold: beyond which its interval had to lie; over_predicted: what all ranks compute in the median over
-    what is predicted."""
+    """What steps of a run tell about the speed of hosts. step_s: the median step. most: ratio of the slowest host, slow
+    or not. threshold: a host is slow if its whole interval lies beyond. over_predicted: what all ranks compute, over
+    what is predicted, in the median."""
 
     steps: int
     step_s: float
@@ -93,8 +93,8 @@ class HostSpeeds:
 def host_speeds(plan: Plan, profile: ModelProfile, path: Path) -> HostSpeeds:
     """Which hosts computed slower than the others in the last steps of a run by the plan.
 
-    Raises SpeedsUnknownError if the run is of other layers or hosts, was written without what ranks compute, or is too
-    short; ValueError if it is of another model or layout.
+    Raises SpeedsUnknownError if the run had other layers or hosts, does not say what ranks compute, or is too short;
+    ValueError if it is a run of another model or layout.
     """
     header, steps = load_run(path, from_last_start=True)
     check_run_of(plan, header, path)
@@ -124,9 +124,9 @@ def host_speeds(plan: Plan, profile: ModelProfile, path: Path) -> HostSpeeds:
 
 
 def slow_in_laps(ran: Sequence[tuple[Plan, Sequence[tuple[float, ...]]]]) -> tuple[SlowHost, ...]:
-    """Hosts on which ranks computed slower than on the others in laps of several plans on one cluster, by those plans
-    that give ranks of other hosts the same layers. Laps are few, and medians of steps, so that the interval is
-    Student's. ran: (plan, [lap][rank] -> seconds that it computes in a step)."""
+    """Hosts whose ranks computed slower than others in laps of several plans on one cluster. Only plans count that give
+    ranks of several hosts the same layers. Laps are few, and medians of steps, so the interval is Student's. ran:
+    (plan, [lap][rank] -> seconds that it computes in a step)."""
     logs: dict[int, list[float]] = {}
     hosts: list[int] = []
     for plan, laps in ran:
@@ -150,15 +150,16 @@ def slow_in_laps(ran: Sequence[tuple[Plan, Sequence[tuple[float, ...]]]]) -> tup
 def slower_cluster(
     cluster: ClusterSpec, slow: Sequence[SlowHost], source: str = "by the telemetry of a run"
 ) -> ClusterSpec:
-    """The cluster with devices in the slow hosts that take so much longer for everything that they compute. Hosts that
-    differ by no more than repeats of a run do are one kind: their mean. source: who says so."""
+    """The cluster with slower devices in the slow hosts: everything that they compute takes longer by the host's ratio.
+    Hosts whose ratios differ no more than repeats of a run get the mean. source: where the ratios come from, in
+    words."""
     ratios = means_of_alike({each.host: each.ratio for each in slow}, NOISE)
     own = {each.host: cluster.device_of(each.ranks[0]) for each in slow}
     return cluster.changed({host: slower(own[host], ratio, source) for host, ratio in ratios.items()})
 
 
 def _what_ranks_do(plan: Plan) -> tuple[object, ...]:
-    """Which devices ranks have, and what they compute."""
+    """All of a plan that determines which devices ranks have and what they compute."""
     return plan.cluster, plan.mesh_axes, plan.stages, plan.training, plan.micro_batch
 
 
@@ -194,7 +195,8 @@ def _speeds(plan: Plan, profile: ModelProfile, known: Sequence[tuple[float, ...]
 
 
 def _told_s(plan: Plan, profile: ModelProfile, work: Sequence[Work]) -> dict[Work, float]:
-    """What ranks with this to do are predicted to compute on their own device, whatever the others have."""
+    """(pipeline coordinate, device) -> seconds that ranks with this work are predicted to compute, if all devices were
+    equal to theirs."""
     found = {}
     for first in {first for _, first in work}:
         own = dict.fromkeys(range(plan.cluster.num_hosts), plan.cluster.device_of(first))
@@ -206,16 +208,17 @@ def _told_s(plan: Plan, profile: ModelProfile, work: Sequence[Work]) -> dict[Wor
 
 
 def _slowest(found: Sequence[SlowHost]) -> SlowHost:
-    """A host by its slow ranks, one each: as slow as the slowest."""
+    """A host from its slow ranks, given one each: it is as slow as the slowest."""
     worst = max(found, key=lambda each: each.ratio)
     return replace(worst, ranks=tuple(rank for each in found for rank in each.ranks))
 
 
 def _others(over: Floats, groups: Sequence[int], work: Sequence[Work], own: int, alike: Work) -> tuple[Floats, bool]:
-    """([step] -> what ranks of the other groups compute over what is predicted, whether they compute the same).
+    """([step] -> what ranks of other groups compute, over what is predicted; whether they compute the same layers).
 
-    groups: [rank] -> its host, or itself where there is one host. Of each group the median rank counts, of the groups
-    the middle one, of an even number the faster: slow ones, if they are fewer than half of the others, do not hide.
+    groups: [rank] -> its host, or the rank itself if there is one host. Of each group the median rank counts, and of
+    the groups the median (of an even number the faster of the two in the middle): so slow groups, if fewer than half,
+    do not hide each other.
     """
     elsewhere = [rank for rank, group in enumerate(groups) if group != own]
     same = [rank for rank in elsewhere if work[rank] == alike]
@@ -227,12 +230,12 @@ def _others(over: Floats, groups: Sequence[int], work: Sequence[Work], own: int,
 
 
 def _fewest(ranks: int) -> int:
-    """Steps from which the interval of a median is not endless."""
+    """Least number of steps for which the interval of a median is finite."""
     return math.ceil(math.log2(2 * ranks / (1 - CONFIDENCE)))
 
 
 def _place(steps: int, ranks: int) -> int:
-    """How many of the smallest ratios lie below the interval of the median, and of the largest above it."""
+    """How many of the smallest ratios lie below the interval of the median; as many of the largest lie above it."""
     chance = (1 - CONFIDENCE) / ranks
     missed = np.cumsum([2 * math.comb(steps, i) / 2**steps for i in range(steps)])
     return max(0, int(np.searchsorted(missed, chance, side="right")) - 1)

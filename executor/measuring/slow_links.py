@@ -1,5 +1,4 @@
-"""Hosts whose link to the others is slower than theirs, by what passes between pairs of hosts (exchange_times.py).
-Needs no torch."""
+"""Finds hosts with a slow link, by rates between pairs of hosts (exchange_times.py). Needs no torch."""
 
 import math
 from collections.abc import Sequence
@@ -12,8 +11,8 @@ from .significance import CONFIDENCE, means_of_alike, ratio_of
 
 @dataclass(frozen=True)
 class SlowLink:
-    """A host by its number in the cluster, and how many times as long bytes take to and from it as between others, with
-    its interval."""
+    """A host with a slow link. host: its number in the cluster. ratio: how many times as long bytes take to and from it
+    as between the others; low, high: interval of the ratio."""
 
     host: int
     ratio: float
@@ -28,8 +27,8 @@ class SlowLink:
 
 
 def slow_links(rates: Sequence[Sequence[float]]) -> tuple[SlowLink, ...]:
-    """Hosts whose link is slower than the middle one of the others' (of an even number the faster) by more than repeats
-    of one run differ by. rates: [repeat][host] -> bytes per second."""
+    """Hosts whose link is slower than the median of the others' (of an even number the faster of the two in the middle)
+    by more than repeats of one run differ. rates: [repeat][host] -> bytes per second."""
     found = []
     for host in range(len(rates[0]) if rates else 0):
         logs = []
@@ -43,8 +42,8 @@ def slow_links(rates: Sequence[Sequence[float]]) -> tuple[SlowLink, ...]:
 
 
 def with_slow_links(cluster: ClusterSpec, slow: Sequence[SlowLink]) -> ClusterSpec:
-    """The cluster with slower networks of these hosts. Hosts that differ by no more than repeats of a run do have one
-    and the same: their mean."""
+    """The cluster with slower networks of these hosts. Hosts whose ratios differ no more than repeats of a run get one
+    network, by their mean."""
     told = cluster.network
     ratios = means_of_alike({each.host: each.ratio for each in slow}, NOISE)
     rates = {host: told.bandwidth / ratio for host, ratio in ratios.items()}

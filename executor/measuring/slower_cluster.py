@@ -1,5 +1,5 @@
-"""What to do about hosts that have become slower: go on as it is, by a plan that gives them less, or without them.
-Needs no torch."""
+"""Ways on for a run with hosts that have become slower: stay, give them less to do, or leave them out. Needs no
+torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,10 @@ from .slow_hosts import HostSpeeds, SlowHost, slower_cluster
 
 @dataclass(frozen=True)
 class WayOn:
-    """One way to go on. predicted_s: of its step on the hosts as they are now; step_s: the same, put right by what the
-    run has measured of its own plan; both None where there is no plan. pays_after: steps that make up for switching,
-    None if none do or its cost is not known; pays: the same in words, or why there is no plan."""
+    """One way to go on. predicted_s: predicted step on the hosts as they are now. step_s: the same, corrected by what
+    the run has measured of its own plan; both are None if there is no plan. pays_after: number of steps after which
+    switching has paid for itself; None if it never does, or its cost is not known. pays: that in words, or why there is
+    no plan."""
 
     what: str
     layout: str
@@ -33,8 +34,8 @@ class WayOn:
 
 @dataclass(frozen=True)
 class WaysOn:
-    """All of them, staying first; the fastest of the plans that were searched for, and its row. slow: the hosts with
-    slower devices, in words."""
+    """All ways to go on. rows: to stay with the plan comes first. best: the fastest of the plans that were searched
+    for. chosen: its row. slow: the hosts with slower devices, in words."""
 
     rows: tuple[WayOn, ...]
     best: SearchResult
@@ -43,15 +44,15 @@ class WaysOn:
 
     @property
     def launch(self) -> str:
-        """How the job of the chosen plan has to be started."""
+        """How to start the job of the chosen plan, in words."""
         if self.chosen is self.rows[1]:
             return f"start the hosts in the same order as before: the plan gives {self.slow} slower devices"
         return f"start the job without {self.slow}"
 
 
 def without_slow(cluster: ClusterSpec, slow: Sequence[SlowHost]) -> ClusterSpec | None:
-    """The cluster without the slow hosts; where it is one host, without the devices of its slow ranks. None if nothing
-    would be left."""
+    """The cluster without the slow hosts; if it has one host only, that host without the devices of its slow ranks.
+    None if nothing is left."""
     if cluster.num_hosts > 1:
         return cluster.without([each.host for each in slow])
     (host,), dropped = cluster.hosts, sum(len(each.ranks) for each in slow)
@@ -70,9 +71,10 @@ def ways_on(
     search: Callable[[ClusterSpec], SearchResult],
     may_stay: bool,
 ) -> WaysOn:
-    """What a run can do about its slow hosts. search: the best plan for a cluster; raises InfeasibleError. speeds: with
-    a slow host. cost: None where it is not known. may_stay: whether the plan as it is may be the best, where the search
-    found none that is faster in its time. Raises InfeasibleError if no plan fits on all hosts."""
+    """The ways in which a run can go on with slow hosts. search: returns the best plan for a cluster; raises
+    InfeasibleError. speeds: names at least one slow host. cost: that of switching; None if not known. may_stay: the
+    present plan may be chosen, if the search found none that is faster in its time. Raises InfeasibleError if no plan
+    fits on all hosts."""
     now, rest = (
         slower_cluster(plan.cluster, speeds.slow),
         without_slow(plan.cluster, speeds.slow),
@@ -102,7 +104,8 @@ def ways_on(
 
 
 def _searched(what: str, found: SearchResult, stay_s: float, measured_s: float, cost: Switching | None) -> WayOn:
-    """A plan beside staying: its step as long beside the measured one as it is predicted to be."""
+    """A plan as a way to go on. Its step is taken to be as much shorter than the measured one as it is predicted to
+    be."""
     predicted_s = found.estimate.step_time_s
     step_s = measured_s * predicted_s / stay_s
     gain_s = measured_s - step_s

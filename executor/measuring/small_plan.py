@@ -32,10 +32,10 @@ from ...profiler.model.source import file_of, with_adapters_of
 from .shrink import full_config, shrunken_config
 
 MAX_RANKS = 8
-"""Processes a plan is run on; plans that use four kinds of parallelism at once take 16."""
+"""Most processes that a plan is run on; a plan with four kinds of parallelism at once takes 16."""
 
 MAX_PARAMETERS = 20_000_000
-"""Models up to this size are run as they are, if there is no small version of them."""
+"""A model up to this size is run as it is, if there is no small version of it."""
 
 
 def small_model(plan: Plan, loaded: LoadedModel, folder: Path) -> tuple[LoadedModel, tuple[str, ...]]:
@@ -124,7 +124,8 @@ def small_plan(plan: Plan, profile: ModelProfile) -> tuple[Plan, tuple[str, ...]
 
 
 def shrunken_degrees(degrees: Degrees, max_ranks: int) -> Degrees:
-    """Degrees that multiply to at most max_ranks, as far as that goes with none falling from above 1 to below 2."""
+    """Degrees whose product is at most max_ranks, or as close to that as it gets: a degree above 1 does not fall below
+    2."""
     axes = ("data_replicate", "data_shard", "context", "pipeline", "tensor")
     while degrees.num_devices > max_ranks:
         axis = max(axes, key=lambda a: getattr(degrees, a))
@@ -168,7 +169,7 @@ def small_stages(
 
 
 def _with_parts_there_are(options: Sequence[Sequence[LayerOption]], profile: ModelProfile) -> list[list[LayerOption]]:
-    """[stage][layer] options that name only parts which the layers have: a layer may stand for one of another class."""
+    """[stage][layer] options, without parts that the layers do not have: a layer may stand for one of another class."""
     layers = iter(profile.layers)
     return [
         [
@@ -184,7 +185,7 @@ def _parts_in(layers: Iterable[LayerPlan | LayerOption]) -> set[str]:
 
 
 def _merged(stages: Sequence[Stage], count: int) -> list[list[LayerPlan]]:
-    """`count` stages of consecutive ones joined."""
+    """The layers of `count` stages, made by joining consecutive ones of these."""
     places = [round(i * len(stages) / count) for i in range(count + 1)]
     return [[layer for stage in stages[start:end] for layer in stage.layers] for start, end in pairwise(places)]
 
@@ -216,7 +217,8 @@ def _context_degree(plan: Plan, degrees: Degrees, profile: ModelProfile) -> int:
 
 
 def _expert_degree(shape: Shape, profile: ModelProfile) -> int:
-    """The largest degree up to the shape's that divides its ranks and the experts. Raises ValueError if none does."""
+    """The largest degree, up to the shape's, by which the bank of experts can be spread. Raises ValueError if there is
+    none."""
     if shape.expert == 1:
         return 1
     rules = {e: expert_rule(profile, e, shape.sequence) for e in divisors(shape.experts_over) if 1 < e <= shape.expert}
@@ -228,7 +230,8 @@ def _expert_degree(shape: Shape, profile: ModelProfile) -> int:
 
 
 def _short(loaded: LoadedModel, plan: Plan) -> LoadedModel:
-    """The model with sequences that are short, and divisible by every degree this may come down to."""
+    """The model with short sequences, which every degree of the plan divides after it was made smaller; in fp32 at
+    least."""
     length = 8 * min(plan.degrees.tensor, MAX_RANKS) * min(plan.degrees.context, MAX_RANKS)
     length *= -(-loaded.fewest_tokens // length)
     if loaded.seq_len is not None and loaded.seq_len > length:

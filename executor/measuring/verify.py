@@ -1,4 +1,4 @@
-"""Prove a plan: a small version of its model, trained by it on processes of this machine, beside one process."""
+"""Verifies a plan: a small version of its model is trained by it on processes of this machine, and in one process."""
 
 import math
 import tempfile
@@ -42,15 +42,16 @@ from .one_process import (
 from .small_plan import small_model, small_plan
 
 TOLERANCE = 1e-4
-"""Largest difference, relative to the largest element of the tensor."""
+"""The largest difference between two runs that counts as equal, relative to the largest element of the tensor."""
 
 _FLOOR = 5e-3
-"""Gradients below this share of the model's largest, and parameters below what AdamW moves them by for such gradients,
-are held against that instead: a gradient that is zero by mathematics (an attention key's bias, or one before a norm) is
-nothing but rounding. TOLERANCE of it is 5e-7 of the largest, four times what fp32 can tell apart there."""
+"""Gradients below this share of the model's largest gradient, and parameters below what AdamW moves them by for such
+gradients, are compared relative to that value instead: a gradient that is zero by mathematics (an attention key's bias,
+or one before a norm) is nothing but rounding. TOLERANCE of it is 5e-7 of the largest gradient, four times what fp32 can
+tell apart there."""
 
 _AS_FAR = 4.0
-"""How much farther from exact numbers than one process a plan may be: it rounds in another order."""
+"""How many times as far from exact numbers as those of one process a plan's may be, for it rounds in another order."""
 
 _TIMEOUT_S = 300.0
 
@@ -146,7 +147,7 @@ def verify(plan: Plan, loaded: LoadedModel, steps: int = 3, profile: ModelProfil
             except ValueError:
                 if is_whole or small.make_batch is not loaded.make_batch:
                     raise
-                small = small.with_seq_len(loaded.seq_len or 1)  # it takes its own length only
+                small = small.with_seq_len(loaded.seq_len or 1)  # it takes no other length
                 profile = apart(trace, small)
     trial, shrunk = small_plan(plan, profile)
     title = f"{plan.model.name} by {plan.label}, run as {small.name} by {trial.label}"
@@ -168,7 +169,7 @@ def beside_one_process(
     timeout_s: float = _TIMEOUT_S,
     training: Training = USUAL,
 ) -> VerifyReport:
-    """The report with what differs when a model is trained by the plan as it stands and in one process.
+    """The report, with what differs between training a model by the plan as it stands and in one process.
 
     batches: one global batch per step, smaller than the plan's if the plan can run it.
     """
@@ -208,8 +209,8 @@ def beside_one_process(
 def _splitting(
     expected: RunResult, loaded: LoadedModel, plan: Plan, batch: Batch, timeout_s: float
 ) -> Difference | None:
-    """What splitting the first batch changes, in one process: the loss if that, else the gradient that differs most.
-    None: nothing beyond rounding, or the batch is not one that could be run as it is."""
+    """What is different in one process if the first batch is not split: the loss if that differs, else the gradient
+    that differs most. None if it is rounding only, or if the batch cannot be run unsplit."""
     if plan.num_microbatches * plan.degrees.data == 1 or isinstance(batch, SharesApart):
         return None
     try:
@@ -228,15 +229,15 @@ def _splitting(
 
 
 def _floor(expected: RunResult) -> float:
-    """Gradients below this are held against it."""
+    """The value that smaller gradients are compared relative to."""
     return _FLOOR * max((float(g.abs().max()) for g in expected.gradients.values() if g.numel()), default=0.0)
 
 
 def compared(
     report: VerifyReport, expected: RunResult, found: RunResult, exact: RunResult | None = None
 ) -> VerifyReport:
-    """The report with what differs between two runs. exact: one process in float64. The plan's numbers may be as far
-    from its as those of one process in fp32 are (_AS_FAR), however few digits rounding leaves."""
+    """The report, with what differs between two runs. exact: what one process computes in float64. If it is given, the
+    plan may be _AS_FAR times as far from it as the fp32 run of one process, however few digits rounding leaves."""
     missing = [f"gradient of {name}" for name in expected.gradients if name not in found.gradients]
     missing += [name for name in expected.parameters if name not in found.parameters]
     if missing:
@@ -255,7 +256,7 @@ def compared(
 
 
 def _differences(expected: RunResult, found: RunResult) -> dict[str, list[Difference]]:
-    """Kind of numbers -> how each of them differs between two runs."""
+    """Kind of numbers -> the largest difference between two runs in each of them."""
     floor = _floor(expected)
     moved = LEARNING_RATE * len(expected.losses) * min(1.0, max(_FLOOR, floor / expected.eps))
     return {
@@ -284,7 +285,8 @@ def _differences(expected: RunResult, found: RunResult) -> dict[str, list[Differ
 
 
 def _nearer(expected: RunResult, found: RunResult, exact: RunResult) -> RunResult:
-    """What one process computed, and what the plan did where that is no farther from the exact numbers."""
+    """The numbers of one process; where those of the plan are about as near to the exact ones (_AS_FAR), these
+    instead."""
 
     def nearer(a: torch.Tensor, b: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
         if not a.shape == b.shape == true.shape or not a.numel():
@@ -307,7 +309,7 @@ def _nearer(expected: RunResult, found: RunResult, exact: RunResult) -> RunResul
 
 
 def in_double(loaded: LoadedModel) -> LoadedModel:
-    """The model in float64, with all that its forward and its loss cast to fewer digits by name."""
+    """The model in float64; casts to shorter types that its forward and its loss name become casts to float64."""
 
     def build() -> nn.Module:
         module = loaded.build().double()
@@ -333,12 +335,12 @@ def _loss_in_double(loss: Loss, output: Any, batch: Any) -> torch.Tensor:
 
 
 class _NothingShorter(TorchFunctionMode):
-    """While it lasts, what asks for floating point of fewer digits than float64 gets that."""
+    """While it lasts, functions that are asked for floating point shorter than float64 use float64."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run `func` so."""
+        """Run `func` with float64 in place of shorter types."""
         if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
             return args[0].double()
         return func(*tree_map(_no_shorter, args), **tree_map(_no_shorter, kwargs or {}))
@@ -367,8 +369,8 @@ def _one_rank(
     draws: bool = False,
     evaluates: bool = True,
 ) -> RunResult | None:
-    """The training by the plan; what it computed, on rank 0. draws: the model draws random numbers. evaluates: it runs
-    without gradients."""
+    """Train by the plan, on one of its ranks; returns what was computed on rank 0, None elsewhere. draws: the model
+    draws random numbers. evaluates: it can run without gradients."""
     make = training.optimizers(eps)
     trainer = parallelize(
         loaded.build,
@@ -400,7 +402,8 @@ def _one_rank(
 
 
 def _difference(what: str, expected: torch.Tensor, found: torch.Tensor, floor: float = 0.0) -> Difference:
-    """Where two tensors differ most, relative to the largest element of the first (or `floor`, if that is larger)."""
+    """The element in which two tensors differ most; the difference is relative to the largest element of the first
+    tensor, or to `floor` if that is larger."""
     if expected.shape != found.shape:
         return Difference(f"{what}, of shape {tuple(expected.shape)} and {tuple(found.shape)}", 0.0, 0.0, float("inf"))
     if expected.numel() == 0:

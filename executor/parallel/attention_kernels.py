@@ -13,7 +13,7 @@ import torch
 aten = torch.ops.aten
 
 _SCORES = 2**26
-"""Most scores that are held at once (256 MiB), if a row of them is no longer."""
+"""Most scores that are held at once (256 MiB in fp32), unless those of a single query are more."""
 
 
 def attention_forward(
@@ -60,7 +60,7 @@ def attention_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values. output, lse: over all keys, of which these may be some."""
+    """Gradients of queries, keys and values, from these keys alone. output, lse: those of attention to all keys."""
     if mask is not None:
         lse = lse.masked_fill(lse == -torch.inf, 0.0)  # a query that meets no key at all has probabilities of 0
     if _on_cpu_kernel(query, value):
@@ -93,7 +93,7 @@ def attention_backward(
 
 
 def _blocks(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
-    """Queries whose scores are held at once."""
+    """Ranges of queries whose scores are held at once."""
     samples, heads, length, _ = query.shape
     each = max(1, _SCORES // max(1, samples * heads * key.shape[-2]))
     for start in range(0, max(1, length), each):
@@ -119,7 +119,7 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None
 def _scores(
     query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float, block: slice
 ) -> torch.Tensor:
-    """Of a block of the queries. keys: one for every head of these, in fp32."""
+    """Scores of a block of the queries, in fp32. keys: as many heads as the queries have, in fp32."""
     scores = query[..., block, :].float() @ keys.transpose(-1, -2) * scale
     if is_causal:
         rows = torch.arange(block.start, block.stop, device=query.device).unsqueeze(-1)
@@ -131,11 +131,11 @@ def _scores(
 
 
 def _spread(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Keys or values, one for every head of the queries."""
+    """Keys or values, repeated so that there is one for every head of the queries."""
     return x if x.shape[1] == query.shape[1] else x.repeat_interleave(query.shape[1] // x.shape[1], 1)
 
 
 def _gathered(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Gradients of heads that share one of keys or values, added up."""
+    """Gradients of keys or values, summed over the heads of queries that share one."""
     total: torch.Tensor = grad.unflatten(1, (like.shape[1], -1)).sum(2)
     return total.to(like.dtype)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 
 class Casts:
-    """Of all parameters of a module, which stay the same objects."""
+    """Copies of all parameters of a module in another dtype; the parameters stay the same objects."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -46,7 +46,7 @@ class Casts:
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
     def cast_inputs(self, module: nn.Module) -> None:
-        """Let a module take what holds real numbers in the copies' type."""
+        """Let a module cast floating-point inputs to the dtype of the copies."""
         module.register_forward_pre_hook(self._cast, prepend=True, with_kwargs=True)
 
     def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

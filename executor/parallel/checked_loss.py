@@ -1,4 +1,4 @@
-"""The user's loss, held to what a training step can use."""
+"""Checks that the user's loss returns what a training step needs."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -14,12 +14,14 @@ from ...profiler.running.forward_state import undone
 _log = logging.getLogger("meshwright")
 
 _TWICE = 1e-3
-"""Relative: how close to twice the loss that of all samples twice must be for the loss to be a sum."""
+"""Relative difference up to which the loss of all samples given twice counts as twice the loss, which makes it a
+sum."""
 
 
 @contextmanager
 def uncounted(loss: Callable[[Any, Any], Any] | None) -> Iterator[None]:
-    """Calls of a loss meanwhile leave it as it was: it may count them, or keep averages, in itself or in its file."""
+    """While it lasts, calls of a loss change nothing: counts or averages that it keeps, in itself or in its file, are
+    put back."""
     with undone(loss._loss if isinstance(loss, CheckedLoss) else loss):
         yield
 
@@ -38,7 +40,7 @@ class CheckedLoss:
         self._loss, self._micro_batch, self._told_of, self._tells = loss, micro_batch, told_of, tells
 
     def __call__(self, output: Any, batch: Any) -> torch.Tensor:
-        """The loss. Raises ValueError."""
+        """The loss. Raises ValueError unless it is one number with a gradient."""
         loss = checked(self._loss(output, batch))
         if self._told_of > 1 and torch.is_grad_enabled():
             self._tell_sum(output, batch, loss.detach())
@@ -67,7 +69,7 @@ class CheckedLoss:
 
 
 def checked(loss: Any) -> torch.Tensor:
-    """The loss, if it is one number with a gradient (where gradients are wanted). Raises ValueError."""
+    """The loss. Raises ValueError unless it is one number, with a gradient if gradients are on."""
     if not isinstance(loss, torch.Tensor):
         first = f", the first {a_type(loss[0])}" if isinstance(loss, tuple | list) and loss else ""
         raise ValueError(

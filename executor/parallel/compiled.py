@@ -1,4 +1,4 @@
-"""torch.compile of layers: each layer module by itself, between what wraps it (shards, recompute) and what it calls."""
+"""Compiles layers with torch.compile: each layer module by itself, inside of what wraps it (sharding, recompute)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,9 +32,9 @@ class CompiledForward:
 
 
 def backend_of(compile: bool | str | None, plan: Plan) -> str | None:
-    """What compiles layers; None: nothing does.
+    """The backend that compiles layers; None if they are not compiled.
 
-    compile: as parallelize takes it. Raises ValueError where the plan cannot run compiled layers.
+    compile: as parallelize takes it. Raises ValueError if the plan cannot run compiled layers.
     """
     if compile is None:
         compile = plan.training.software == COMPILING
@@ -66,8 +66,8 @@ def compile_layers(model: nn.Module, layers: list[LayerPlan], backend: str) -> l
 
 
 def compile_around_parts(model: nn.Module, layers: list[LayerPlan], backend: str) -> list[CompiledForward]:
-    """Replace the forwards of layers of which parts are recomputed by compiled ones, for what is left of these layers;
-    call it after recompute is set up."""
+    """Compile the forwards of layers with recomputed parts, for what is outside of these parts. To be called after
+    recompute is set up."""
     with_parts = dict.fromkeys(layer.modules[0] for layer in layers if parts_of(layer.recompute))
     made = [_compiled(model.get_submodule(name), backend) for name in with_parts]
     return [forward for forward in made if forward is not None]

@@ -1,4 +1,4 @@
-"""Context parallelism of a model: its forward runs on this rank's tokens, through everything that wraps its layers."""
+"""Context parallelism of a model: its forward runs on this rank's tokens, also inside of what wraps its layers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ class ContextParallel:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While it lasts, tensors that hold tokens are known as such. Within itself it does nothing."""
+        """While it lasts, tensors that hold tokens are followed. If it is entered again inside, that does nothing."""
         if self._mode in _get_current_function_mode_stack():
             yield
             return
@@ -59,8 +59,8 @@ class ContextParallel:
 
     @contextmanager
     def whole_forward(self) -> Iterator[None]:
-        """While it lasts, which is a model's forward and loss, tensors that hold tokens are known as such. Raises
-        ValueError if no sequence of the plan's length came by."""
+        """While it lasts (the forward and loss of a model), tensors that hold tokens are followed. Raises ValueError if
+        no sequence of the plan's length was seen."""
         self._mode.started = False
         with self.running():
             yield
@@ -68,7 +68,7 @@ class ContextParallel:
             raise self.other_length()
 
     def other_length(self) -> ValueError:
-        """What to raise where no sequence of the plan's length came by."""
+        """The error to raise if no sequence of the plan's length was seen."""
         return ValueError(
             f"the plan splits sequences of {self.length} tokens over {self.num_ranks} ranks, but the batch has "
             "none of this length; feed the length that was planned for, or plan again with --seq-len"
@@ -83,7 +83,8 @@ class ContextParallel:
         return TokenSlices(self.length, self.spans, self.num_ranks, rehearsed_attention)
 
     def pass_through(self, module: nn.Module) -> "Passage":
-        """What lets marks through what wraps a layer's module; it has to be told when to."""
+        """What keeps marks on the inputs of a layer's module although wrappers give it new tensors. It must be told
+        when the module is wrapped."""
         return Passage(self, module)
 
     def leave_alone(self, stage: nn.Module, modules: Iterable[str]) -> None:
@@ -94,7 +95,8 @@ class ContextParallel:
 
 
 class Passage:
-    """Marks are on tensor objects, and both fully_shard and checkpointing give a module new ones for what it was given.
+    """Keeps marks on the inputs of a module: they are attributes of tensor objects, and both fully_shard and
+    checkpointing give the module new objects.
 
     Call `inside` before the module is wrapped for recompute, `outside` after that. Where fully_shard wraps it, call
     `below` before and `around` after.
@@ -151,6 +153,6 @@ def _mark_all(leaves: Sequence[Any], marks: list[Mark | None]) -> None:
 
 
 def _shapes(leaves: list[Any]) -> tuple[Any, ...]:
-    """What tells calls of a module apart."""
+    """The shapes of tensors among these leaves, by which calls of a module are told apart."""
     with torch._C.DisableTorchFunction():
         return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)

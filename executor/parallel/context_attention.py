@@ -28,7 +28,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def own_spans(kind: ContextKind, length: int, rank: int, num_ranks: int) -> Spans:
-    """The tokens of a sequence that a rank holds."""
+    """The ranges of tokens of a sequence that a rank holds."""
     if kind == "all_to_all":
         size = length // num_ranks
         return ((rank * size, (rank + 1) * size),)
@@ -110,7 +110,8 @@ def _forward(
     kind: str,
     group: str,
 ) -> list[torch.Tensor]:
-    """Output and log-sum-exp; of all-to-all (output, queries, keys, values, output and log-sum-exp of own heads)."""
+    """[output, log-sum-exp]; for all-to-all [output, and then queries, keys, values, output and log-sum-exp of this
+    rank's heads]."""
     own = group_of_name(group)
     if kind == "all_to_all":
         query, key, value = (_to_heads(x, own) for x in (query, key, value))
@@ -132,7 +133,7 @@ def _forward(
 
 
 class _RingBlock:
-    """Which of a rank's queries meet which of another rank's keys, and how."""
+    """Which of a rank's queries attend to which of another rank's keys, and whether causally."""
 
     def __init__(self, source: int, rank: int, num_ranks: int, query: torch.Tensor, is_causal: bool) -> None:
         count = query.shape[-2]
@@ -142,26 +143,27 @@ class _RingBlock:
         self._spans = own_spans("ring", count * num_ranks, source, num_ranks)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Of what has a row for every query of the rank."""
+        """The rows of x for these queries. x: a row for every query of the rank."""
         return x[..., self.first_row :, :]
 
     def columns(self, x: torch.Tensor) -> torch.Tensor:
-        """Of what has a row for every key of the other."""
+        """The rows of x for these keys. x: a row for every key of the other rank."""
         return x[..., : self._columns, :]
 
     def mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Of a mask with columns for the keys of all ranks. Masks and causality do not come together."""
+        """The columns of a mask for the other rank's keys. (There is no mask where attention is causal, so all keys
+        count.)"""
         return None if mask is None else torch.cat([mask[..., start:end] for start, end in self._spans], -1)
 
 
 class _Merged:
-    """Attention to the keys seen so far, in fp32."""
+    """The result of attention to the keys seen so far, in fp32."""
 
     def __init__(self, output: torch.Tensor, lse: torch.Tensor) -> None:
         self.output, self.lse = output.float(), lse
 
     def add(self, first_row: int, output: torch.Tensor, lse: torch.Tensor) -> None:
-        """Join attention to other keys, of the queries from one on."""
+        """Add the result of attention to further keys, for the queries from `first_row` on."""
         before, seen = self.lse[..., first_row:], self.output[..., first_row:, :]
         total = torch.logaddexp(before, lse)
         old, new = ((x - total).exp().nan_to_num(0.0).unsqueeze(-1) for x in (before, lse))
@@ -181,7 +183,8 @@ def _backward_blocks(
     scale: float,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """Gradient of the queries. returned: is given (rank, gradients of its keys and values) as they are found."""
+    """Gradient of the queries. returned: is called with (rank, gradients of its keys and values) for each block of
+    keys."""
     query_grad = torch.zeros_like(query, dtype=torch.float32)
     grad = grad.contiguous()
     for source, (keys, values) in blocks:
@@ -205,7 +208,7 @@ def _backward_blocks(
 
 
 def _padded(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Zeros for keys that no query met."""
+    """A gradient of keys or values, with zeros for those that no query attended to."""
     missing = like.shape[-2] - grad.shape[-2]
     return torch.nn.functional.pad(grad, (0, 0, 0, missing)) if missing else grad
 
@@ -213,8 +216,8 @@ def _padded(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _ring_backward(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Keys and values go round once more, and after them their gradients, each of which starts at the next rank and
-    ends at home."""
+    """Backward of ring attention. Keys and values go round once more, and their gradients after them: these start at
+    the next rank, and end where the keys and values belong."""
     group: dist.ProcessGroup = rest[-1]
     own: list[Pair] = []
     travelling: list[Callable[[], torch.Tensor]] = []
@@ -237,7 +240,7 @@ def _ring_backward(
 def _gather_backward(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Keys and values are gathered again; their gradients are summed and scattered."""
+    """Backward of attention to gathered keys. These are gathered again; their gradients are summed and scattered."""
     group: dist.ProcessGroup = rest[-1]
     packed = _for_each_rank(key, value, group)
 
@@ -263,7 +266,7 @@ def _heads_backward(
     scale: float,
     group: dist.ProcessGroup,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients change places as what they are gradients of has done."""
+    """Gradients, exchanged between tokens and heads as the tensors were that they belong to."""
     own = _to_heads(grad, group)
     grads = attention_backward(own, query, key, value, output, lse, _of_own_heads(mask, group), is_causal, scale)
     return tuple(_to_tokens(x.contiguous(), group) for x in grads)
@@ -277,7 +280,8 @@ _BACKWARDS: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
 
 
 def _passed_on(key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Pair]]:
-    """(rank, its keys and values): one's own first, then as they come round; the next are under way meanwhile."""
+    """(rank, its keys and values) for all ranks: this rank's own first, then as they come round the ring. The next ones
+    are on their way meanwhile."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     held = _packed(key, value)
     for step in range(num_ranks):
@@ -288,7 +292,8 @@ def _passed_on(key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup)
 
 
 def _shifted(block: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> Callable[[], torch.Tensor]:
-    """Pass a block on to the next rank; the call of what is returned waits for that of the rank before."""
+    """Begin to send a block to the next rank. Returns a function that waits for the block of the rank before, and
+    returns that."""
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     arriving = torch.empty_like(block)
     requests = dist.batch_isend_irecv(
@@ -307,7 +312,7 @@ def _shifted(block: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> Cal
 
 
 def _gathered(key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Pair]]:
-    """(rank, its keys and values), one's own first."""
+    """(rank, its keys and values) for all ranks, this rank's own first."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     gathered = _for_each_rank(key, value, group)
     all_gather_single(gathered.flatten(), _packed(key, value), group=group)
@@ -317,17 +322,17 @@ def _gathered(key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) 
 
 
 def _packed(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Both in one row of numbers; values may be narrower than keys (latent attention)."""
+    """Keys and values in one flat tensor; values may be narrower than keys (latent attention)."""
     return torch.cat([key.reshape(-1), value.reshape(-1)])
 
 
 def _unpacked(packed: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Pair:
-    """Both again, in the shapes of these."""
+    """Keys and values out of one flat tensor, in the shapes of these."""
     return packed[: key.numel()].view(key.shape), packed[key.numel() :].view(value.shape)
 
 
 def _for_each_rank(key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Room for the keys and values of every rank, a row each."""
+    """An empty tensor with a row for the keys and values of every rank."""
     return key.new_empty(dist.get_world_size(group), key.numel() + value.numel())
 
 
@@ -337,12 +342,12 @@ def _to_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _to_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Back again."""
+    """(batch, own heads, tokens, width) of all tokens -> (batch, heads, own tokens, width) of all heads."""
     return _exchanged(x, 2, 1, group)
 
 
 def _exchanged(x: torch.Tensor, split: int, join: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Each rank gets a part of every rank's x along one dim, and joins them along another."""
+    """x after an all-to-all: each rank gets its part of every rank's x along `split`, and joins these along `join`."""
     given = torch.stack(x.chunk(dist.get_world_size(group), split))
     taken = torch.empty_like(given)
     dist.all_to_all_single(taken, given, group=group)
@@ -350,7 +355,7 @@ def _exchanged(x: torch.Tensor, split: int, join: int, group: dist.ProcessGroup)
 
 
 def _of_own_heads(mask: torch.Tensor | None, group: dist.ProcessGroup) -> torch.Tensor | None:
-    """Of a mask that differs between heads, what concerns those that this rank gets."""
+    """The part of a mask for the heads that this rank gets; all of it if it is the same for all heads."""
     if mask is None or mask.ndim < 4 or mask.shape[1] == 1:
         return mask
     return mask.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]

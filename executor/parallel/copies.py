@@ -1,4 +1,4 @@
-"""Copies of what a rank has of a model, as averages of weights keep them (torch.optim.swa_utils.AveragedModel)."""
+"""Copies of this rank's part of a model, as averages of weights hold them (torch.optim.swa_utils.AveragedModel)."""
 
 import copy
 from typing import Any
@@ -23,7 +23,7 @@ def numbers_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _numbers_of_one(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """Without the gradient: DTensors' own copy would take it along, and fail."""
+    """A copy of a parameter without its gradient: a DTensor's own copy would copy that, too, and fail."""
     if id(parameter) not in memo:
         memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
     copied: nn.Parameter = memo[id(parameter)]

@@ -28,8 +28,8 @@ for what is made here. A step of two CPU ranks took 1.03 and 1.04 times as long 
 
 
 class _Slot:
-    """What a product leaves for its weight's gradient: its input [..., in], and the gradient of its output [..., out].
-    Of several backwards through one forward the last counts."""
+    """What a product leaves for the gradient of its weight: its input [..., in], and the gradient of its output [...,
+    out]. If there are several backwards through one forward, that of the last one."""
 
     def __init__(self, is_transposed: bool) -> None:
         self.is_transposed = is_transposed
@@ -37,7 +37,7 @@ class _Slot:
 
 
 class _Weight(Function):
-    """The weight as a product reads it / its gradient of what the product has left."""
+    """The weight that a product reads / its gradient, from what the product has left in the slot."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, slot: _Slot) -> torch.Tensor:
@@ -56,7 +56,7 @@ class _Weight(Function):
 
 
 class _Product(Function):
-    """x times a weight / the gradient of x; that of the weight is left to `_Weight`."""
+    """x times a weight / the gradient of x. The gradient of the weight is left to `_Weight`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, slot: _Slot) -> torch.Tensor:

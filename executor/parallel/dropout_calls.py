@@ -1,4 +1,4 @@
-"""Where a model calls torch's dropouts, as far as its attributes and the code of its classes say it."""
+"""Whether and where a model calls torch's dropouts, as far as its attributes and the code of its classes show it."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -20,12 +20,14 @@ from ...profiler.semantics.draws import DROPOUTS
 _ATTENTION = "scaled_dot_product_attention"
 
 Drops = Literal["yes", "perhaps", "not now", "no"]
-"""Whether a model drops: an attribute gives a rate above 0; only its code speaks of dropping; all rates are 0; no."""
+"""Whether a model drops: "yes" if an attribute holds a rate above 0, "perhaps" if only its code names dropout, "not
+now" if all rates are 0, else "no"."""
 
 
 @dataclass(frozen=True)
 class DropoutName:
-    """A name under which code finds one of torch's functions: in torch's own modules, or where it was imported to."""
+    """A name in a module's namespace that is bound to one of torch's functions: in torch's own modules, or in a file
+    that has imported it."""
 
     namespace: dict[str, Any]
     name: str
@@ -79,7 +81,7 @@ def _originals() -> dict[str, Callable[..., Any]]:
 
 
 def _imported(model: nn.Module) -> list[DropoutName]:
-    """Names of files that code of the model has imported them to."""
+    """The names to which files with code of the model have imported these functions."""
     known = {id(original) for original in (*_originals().values(), torch.dropout)}
     kinds = {type(module) for module in model.modules()}
     files = {id(f.__globals__): f.__globals__ for kind in kinds for f in _functions(kind)}
@@ -88,7 +90,8 @@ def _imported(model: nn.Module) -> list[DropoutName]:
 
 
 def holds_dropouts(model: nn.Module) -> bool:
-    """Whether a model holds one of them otherwise: in an attribute, a partial, a dict, a default of an argument."""
+    """Whether a model also holds one of these functions in another way: in an attribute, a partial, a dict, a default
+    of an argument."""
     known = {id(original) for original in (*_originals().values(), torch.dropout)}
     held: list[Any] = []
 
@@ -105,7 +108,8 @@ def holds_dropouts(model: nn.Module) -> bool:
 
 
 def drops_by_itself(model: nn.Module) -> str:
-    """The first module that drops within an operator of torch's; "" if none does."""
+    """The first module that drops inside one of torch's operators, as an LSTM does between its layers; "" if there is
+    none."""
     for name, module in model.named_modules():
         in_layers = isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1
         alpha = isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout) and module.p > 0
@@ -119,7 +123,7 @@ def _is_dropout(module: nn.Module) -> bool:
 
 
 def _rates(module: nn.Module) -> Iterator[float]:
-    """What attributes of a module, or of its configuration, say of rates."""
+    """Rates of dropout in the attributes of a module and of its configuration."""
     is_dropout = _is_dropout(module)
     config = getattr(module, "config", None)
     for source in (vars(module), getattr(config, "__dict__", {})):
@@ -129,7 +133,7 @@ def _rates(module: nn.Module) -> Iterator[float]:
 
 
 def _functions(kind: type[nn.Module]) -> Iterator[FunctionType]:
-    """The functions of a module's classes, those of torch left out, and those that they call by name."""
+    """The methods of a module's classes, torch's left out, and functions that these call by name."""
     waiting: list[Any] = [value for cls in kind.__mro__ if not _is_torchs(cls) for value in vars(cls).values()]
     seen: set[FunctionType] = set()
     while waiting:
@@ -151,12 +155,12 @@ def _is_torchs(found: Any) -> bool:
 
 
 def _inside(code: CodeType) -> list[CodeType]:
-    """Functions that code makes."""
+    """The code of functions that are defined inside of this code."""
     return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
 def _words(code: CodeType) -> Iterator[str]:
-    """Names that code speaks of."""
+    """Names that occur in a function's code, also in functions inside of it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -166,7 +170,7 @@ def _words(code: CodeType) -> Iterator[str]:
 
 
 class CallsInstead(TorchFunctionMode):
-    """Calls other functions in place of some of torch's, from wherever these are called."""
+    """While it lasts, calls of some of torch's functions call others instead, whoever calls them."""
 
     def __init__(self, instead: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
         super().__init__()
@@ -183,6 +187,6 @@ class CallsInstead(TorchFunctionMode):
 
     @staticmethod
     def _backward(outputs: Any, gradient: Any = None, **kwargs: Any) -> None:
-        """torch's, of edges of the graph: of tensors a mode would be asked again."""
+        """torch.autograd.backward of the graph's edges: if it were given tensors, torch would ask this mode again."""
         edges = [get_gradient_edge(output) for output in tree_leaves(outputs)]
         torch.autograd.backward(edges, kwargs.pop("grad_tensors", gradient), **kwargs)

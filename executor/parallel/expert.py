@@ -22,9 +22,10 @@ from .mesh import RankMesh
 
 @dataclass(frozen=True)
 class HeldExperts:
-    """A rank's part of a parameter that is stacked over experts.
+    """How a rank holds part of a parameter that is stacked over experts.
 
-    count: experts in all, of which `parts` ranks hold equal parts; those that hold the same are `num_shards`.
+    count: number of experts in all. parts: number of equal parts that they are divided into. num_shards: number of
+    ranks that hold the same part.
     """
 
     count: int
@@ -42,14 +43,15 @@ class HeldExperts:
         return whole.narrow(0, self.first, self.count // self.parts)
 
     def whole(self, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """The whole tensor from the experts of each rank of a group. All of them must call it."""
+        """The whole tensor, from the experts on each rank of a group. All of these ranks must call it."""
         parts = [torch.empty_like(local) for _ in range(self.parts)]
         dist.all_gather(parts, local.contiguous(), group=group)
         return torch.cat(parts)
 
 
 def spread_experts(stage: nn.Module, plan: Plan, layers: Iterable[LayerPlan], mesh: RankMesh) -> dict[str, HeldExperts]:
-    """Let the banks of experts of these layers run on this rank's part of them; parameter -> which that is.
+    """Make the banks of experts in these layers run on this rank's experts only. Returns parameter -> the part of it
+    that this rank holds.
 
     stage: holds the layers under their original names. The parameters themselves are not changed yet.
     """
@@ -104,7 +106,8 @@ def shard_experts(
 
 
 def _stay_in_backward(unit: FSDPModule, *call: object) -> None:
-    """Recompute runs the forward in the middle of the backward, which needs the parameters right after it."""
+    """Hook: keep parameters gathered after a forward that recompute runs in backward, for the backward that follows
+    needs them."""
     unit.set_reshard_after_forward(not in_backward(), recurse=False)
 
 

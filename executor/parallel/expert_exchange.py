@@ -22,7 +22,7 @@ from ...profiler.model.model_profile import Experts
 
 
 class _RowExchange(Function):
-    """Rows to other ranks of a group, and their gradients back."""
+    """Rows sent to the other ranks of a group; their gradients are sent back."""
 
     @staticmethod
     def forward(
@@ -45,15 +45,17 @@ def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that go between the ranks of a group. arriving: at this rank, for each of its own experts, [rank and
-    expert]. read: how many it sends to each rank, and receives from each; the host waits for that."""
+    """Numbers of rows that go between the ranks of a group. arriving: [rank and expert] -> rows that this rank gets for
+    each of its own experts. read: returns how many rows it sends to each rank, and gets from each; the host waits for
+    that."""
 
     arriving: torch.Tensor
     read: Callable[[], list[list[int]]]
 
 
 def count_rows(experts: torch.Tensor, count: int, group: dist.ProcessGroup) -> Rows:
-    """What goes where, told to all. experts: of each row, of `count`."""
+    """Tell all ranks how many rows go where, and return what this rank learns. experts: the expert of each row, a
+    number below `count`."""
     leaving = torch.zeros(count, dtype=torch.int64, device=experts.device)
     leaving.scatter_add_(0, experts, torch.ones_like(experts, dtype=torch.int64))
     arriving = torch.empty_like(leaving)
@@ -63,7 +65,8 @@ def count_rows(experts: torch.Tensor, count: int, group: dist.ProcessGroup) -> R
 
 
 def _read_later(numbers: torch.Tensor) -> Callable[[], list[list[int]]]:
-    """Reads them; a GPU copies them now, and what it is given afterwards need not be done by then."""
+    """A function that returns these numbers. A GPU copies them to the host at once, and the function waits for that
+    copy alone, not for later work."""
     if not numbers.is_cuda:
         return numbers.tolist
     page = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
@@ -79,14 +82,15 @@ def _read_later(numbers: torch.Tensor) -> Callable[[], list[list[int]]]:
 
 @dataclass(frozen=True)
 class Bank:
-    """A bank of experts spread over a group. forward: of the module, which holds `count` / group experts by now."""
+    """A bank of experts that is spread over a group. forward: that of the module, which by now holds `count` / group
+    size experts."""
 
     forward: Callable[..., torch.Tensor]
     count: int
     group: dist.ProcessGroup
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What the whole bank would return for this rank's tokens."""
+        """The output of the whole bank for this rank's tokens."""
         routing = routing_of(args, kwargs)
         if routing is None:
             raise ValueError(
@@ -121,8 +125,8 @@ class Bank:
         args: Any,
         kwargs: Any,
     ) -> torch.Tensor:
-        """The module's own forward on rows that each go to one of its experts. Without any it gets one that is not
-        used, so that its parameters have gradients on every rank."""
+        """The module's own forward on rows that each go to one of its experts. If there are no rows it gets one whose
+        result is not used, so that its parameters have gradients on every rank."""
         count = rows.shape[0]
         if count == 0:
             rows, experts = rows.new_zeros((1, *rows.shape[1:])) + rows.sum(), experts.new_zeros(1)
@@ -134,14 +138,14 @@ class Bank:
 
 @dataclass(frozen=True)
 class StackedBank:
-    """A bank of experts spread over a group that is called with as many tokens for each expert, [experts, tokens,
-    width]. forward: of the module."""
+    """A bank of experts that is spread over a group, and is called with equally many tokens for each expert, [experts,
+    tokens, width]. forward: that of the module."""
 
     forward: Callable[..., torch.Tensor]
     group: dist.ProcessGroup
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What the whole bank would return for this rank's tokens."""
+        """The output of the whole bank for this rank's tokens."""
         (tokens,) = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         num_ranks = dist.get_world_size(self.group)
         each = [tokens.shape[0] // num_ranks] * num_ranks
@@ -161,7 +165,7 @@ def run_spread(module: Any, bank: Experts, group: dist.ProcessGroup) -> None:
 
 
 def _counting_share(module: Any, attributes: Sequence[str], num_ranks: int) -> Callable[..., torch.Tensor]:
-    """The module's forward, to which these numbers are those of a rank."""
+    """The module's forward; while it runs, the attributes that hold the number of experts hold that of one rank."""
     whole_forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -9,8 +9,8 @@ from ...planner.plan.document import AXES, Plan
 
 
 def expert_mesh(plan: Plan, device_type: str, processes: tuple[int, ...]) -> DeviceMesh | None:
-    """All ranks as (rest, data_replicate, expert_shard, expert); None without expert parallelism. Makes process groups,
-    so every rank must call it.
+    """A mesh of all ranks with the axes (rest, data_replicate, expert_shard, expert); None without expert parallelism.
+    Makes process groups, so every rank must call it.
 
     expert: ranks that hold different experts, and send tokens to each other. expert_shard: ranks that hold the same
     experts and other tokens, over which fully_shard shards them. data_replicate: ranks that replicate such shards.

@@ -14,20 +14,20 @@ SomeTensor = TypeVar("SomeTensor", bound=torch.Tensor)
 
 
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """This rank's shard of a gradient; shares its memory."""
+    """This rank's shard of a parameter's gradient, in the same memory; None if there is no gradient."""
     found = local_gradients([parameter])
     return found[0] if found else None
 
 
 @torch.no_grad()  # else what is local becomes a node for autograd
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """This rank's shards of the gradients that there are; they share their memory."""
+    """This rank's shards of the gradients, in the same memory; parameters without a gradient are left out."""
     grads = (p.grad for p in parameters)
     return [g.to_local() if isinstance(g, DTensor) else g for g in grads if g is not None]
 
 
 def in_buffers(tensors: Iterable[SomeTensor]) -> list[list[SomeTensor]]:
-    """Tensors in their order, joined to flat buffers of one dtype."""
+    """Lists of tensors, in their order, each of which fits into one flat buffer of one dtype."""
     buffers: list[list[SomeTensor]] = []
     filled = 0
     for tensor in tensors:
@@ -40,7 +40,8 @@ def in_buffers(tensors: Iterable[SomeTensor]) -> list[list[SomeTensor]]:
 
 
 def all_reduce(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, divide_by: int = 1) -> None:
-    """Sum gradients over a group, in flat buffers; all its ranks have the same parameters with gradients."""
+    """Sum gradients over a group, in flat buffers, and divide them by `divide_by`. All ranks of the group must have
+    gradients for the same parameters."""
     for grads in in_buffers(local_gradients(parameters)):
         flat = torch.cat([g.reshape(-1) for g in grads])
         dist.all_reduce(flat, group=group)

@@ -7,17 +7,17 @@ import torch
 from torch import nn
 
 LEAST_CAPABILITY = (8, 9)
-"""Compute capability from which NVIDIA's GPUs multiply fp8 (Ada, Hopper)."""
+"""Lowest compute capability with which NVIDIA's GPUs multiply fp8 (Ada, Hopper)."""
 
 ALIGNED = 16
-"""Features of both sides must be a multiple of it: what the kernels of fp8 products ask for."""
+"""Input and output features of a layer must be multiples of this, as kernels of fp8 products require."""
 
 EMULATED = False
-"""Products of fp8 numbers in fp32, for tests on the CPU."""
+"""Whether products of fp8 numbers are computed in fp32, for tests on the CPU."""
 
 
 def check_float8(device: torch.device) -> None:
-    """Raise ValueError where a device multiplies no fp8, or torchao is not there."""
+    """Raise ValueError if the device cannot multiply fp8, or if torchao is not installed."""
     if not EMULATED and device.type == "cpu":
         raise ValueError("precision fp8: the CPU multiplies no fp8; run it on GPUs, or plan with --precision bf16")
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
@@ -34,8 +34,8 @@ def check_float8(device: torch.device) -> None:
 
 
 def linear_in_float8(module: nn.Module) -> None:
-    """Give every linear layer inside of a module its products in fp8, where their sizes allow it. Layers and parameters
-    stay the same objects, hooks with them, whoever else holds them; subclasses of nn.Linear stay as they are."""
+    """Let all linear layers inside of a module multiply in fp8, if their sizes allow it. Layers and parameters stay the
+    same objects, with their hooks. Subclasses of nn.Linear are left as they are."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     layers = [inner for inner in module.modules() if type(inner) is nn.Linear and _fits(inner)]

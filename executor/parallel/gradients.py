@@ -1,4 +1,4 @@
-"""Gradients made equal to one device's after backward: sums over tensor ranks and stages, total norm, clipping."""
+"""Makes gradients equal to those of one device: sums over tensor ranks and stages, total norm, clipping."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
@@ -18,23 +18,24 @@ from .stage_replicas import StageReplicas
 
 
 class Gradients:
-    """What is left to do with a stage's gradients once data ranks have averaged theirs. Every rank must make one."""
+    """Brings a stage's gradients to what one device would have, after those of data ranks were averaged, or averages
+    them, too, where nothing else does. Every rank must make one."""
 
     def __init__(self, model: AppliedModel, plan: Plan, mesh: RankMesh) -> None:
         self._mesh = mesh
         self._parameters = model.parameters
         self._layout = model.layout
         self.averaged_after = model.mechanism == "plain" and plan.degrees.data_replicate > 1
-        """Whether data ranks have their own gradients until `reduce`."""
+        """Whether gradients of data ranks are averaged only in `reduce`."""
         self._may_differ = plan.model.decides_by_values
         self._ties = _ties_across_stages(plan, mesh, self._parameters)
         copies = {id(p) for group, _ in self._ties for p in group}
         self.tied = next((name for name, p in self._parameters.items() if id(p) in copies), "")
-        """A parameter of this stage of which another one holds a copy; '' if there is none."""
+        """Name of a parameter of this stage of which another stage holds a copy; '' if there is none."""
         self._trained_somewhere: dict[int, bool] = {}
         self._late: Sequence[nn.Parameter] = ()
         self.replicas: StageReplicas | None = None
-        """What averages gradients of replicas of pipeline stages; None without them."""
+        """Averages gradients of replicas of pipeline stages; None if there are none."""
         if self.averaged_after and plan.degrees.pipeline > 1:
             stages = [list(stage.parameters()) for stage in stages_in(model.module)]
             self.replicas = StageReplicas(self._parameters, stages, mesh.group("data_replicate"), mesh.data_size)
@@ -50,11 +51,11 @@ class Gradients:
         ]
 
     def leave_to_reduce(self, parameters: Sequence[nn.Parameter]) -> None:
-        """From now on average the gradients of these where they have any, which replicas do not wait for."""
+        """Let `reduce` average the gradients of these parameters from now on, for replicas do not wait for them."""
         self._late = parameters
 
     def reduce(self) -> None:
-        """Bring gradients to what one device would have, apart from sharding."""
+        """Bring gradients to what one device would have; sharded ones stay sharded."""
         if any(parameter.grad is not None for parameter in self._late):
             all_reduce(self._late, self._mesh.group("data_replicate"), self._mesh.data_size)
         if self.replicas is not None:
@@ -72,8 +73,9 @@ class Gradients:
             _sum_copies(copies, group)
 
     def _fill_copies(self, number: int, copies: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        """Zeros for copies that this stage gives no gradient and another one does, as behind a detach(): all stages
-        that share a parameter add theirs up, or none does. Which it is shows in the first step."""
+        """Give copies of a tied parameter zeros as gradients if this stage has no gradient for them and another stage
+        has one, as behind a detach(): all stages that share a parameter must join in its sum. The first step finds out
+        whether any stage has one."""
         trained = any(local_gradient(copy) is not None for copy in copies)
         if number not in self._trained_somewhere:
             flag = torch.tensor(int(trained), dtype=torch.int32, device=self._mesh.device)
@@ -105,7 +107,7 @@ class Gradients:
 
 
 def forget_gradients(parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
-    """As an optimizer's zero_grad does."""
+    """Set gradients to None, or to zero: what an optimizer's zero_grad does."""
     for parameter in parameters:
         if set_to_none:
             parameter.grad = None
@@ -114,7 +116,7 @@ def forget_gradients(parameters: Iterable[nn.Parameter], set_to_none: bool) -> N
 
 
 def _fill_missing(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Zeros for parameters that this replica did not use and another one did; without use there is no gradient."""
+    """Give zeros as gradients to parameters that this replica did not use and another one did."""
     trainable = [p for p in parameters if p.requires_grad]
     used = torch.tensor([p.grad is not None for p in trainable], dtype=torch.int32, device=trainable[0].device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
@@ -124,7 +126,8 @@ def _fill_missing(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup |
 
 
 def _sum_copies(copies: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Add up the gradients of copies of one parameter: of this rank, and of the others of the group, if there are."""
+    """Add up the gradients of copies of one parameter: those on this rank, and those on other ranks of the group, if
+    there is one."""
     trained = [(copy, grad) for copy in copies if (grad := local_gradient(copy)) is not None]
     if not trained:
         return
@@ -138,7 +141,7 @@ def _sum_copies(copies: Sequence[nn.Parameter], group: dist.ProcessGroup | None)
 
 
 def _tied_stages(plan: Plan) -> Iterator[dict[int, list[str]]]:
-    """Of every parameter with copies on several stages: stage -> its names there, in the order of the stages."""
+    """For every parameter with copies on several stages: stage -> its names there, in the order of the stages."""
     stage_of = {n: i for i, stage in enumerate(plan.stages) for layer in stage.layers for n in layer.parameters}
     for names in plan.model.ties:
         stages = sorted({stage_of[name] for name in names if name in stage_of})
@@ -147,7 +150,7 @@ def _tied_stages(plan: Plan) -> Iterator[dict[int, list[str]]]:
 
 
 def _counted_elsewhere(plan: Plan, parameters: dict[str, nn.Parameter]) -> set[int]:
-    """Ids of this rank's copies of parameters that are counted on an earlier stage."""
+    """Ids of this rank's copies of parameters that already count on an earlier stage."""
     later = (names for tie in _tied_stages(plan) for names in list(tie.values())[1:])
     return {id(parameters[name]) for names in later for name in names if name in parameters}
 
@@ -155,7 +158,7 @@ def _counted_elsewhere(plan: Plan, parameters: dict[str, nn.Parameter]) -> set[i
 def _ties_across_stages(
     plan: Plan, mesh: RankMesh, parameters: dict[str, nn.Parameter]
 ) -> list[tuple[list[nn.Parameter], dist.ProcessGroup | None]]:
-    """(this rank's copies, ranks that hold other copies of the same shard) of every parameter tied across stages.
+    """(this rank's copies, group of ranks with other copies of the same shard), for every parameter tied across stages.
 
     Creates the groups, so every rank must call it, and does so in the same order.
     """
@@ -174,7 +177,7 @@ def _ties_across_stages(
 
 
 def _stage_group(plan: Plan, mesh: RankMesh, positions: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """The group of this rank's counterparts at these places of the pipeline; None if it is at none of them."""
+    """The group of this rank with its counterparts at these places of the pipeline; None if it is at none of them."""
     others: list[Axis] = [axis for axis in plan.mesh_axes if axis != "pipeline"]
     groups = []
     for position in product(*(range(plan.degrees.of(axis)) for axis in others)):

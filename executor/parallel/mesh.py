@@ -1,4 +1,4 @@
-"""Where this rank sits: the DeviceMesh of a plan, the process groups of its axes, and this rank's coordinates."""
+"""The place of this rank: the DeviceMesh of a plan, the process groups of its axes, and the rank's coordinates."""
 
 import hashlib
 import itertools
@@ -142,7 +142,7 @@ class RankMesh:
 
 
 def world_size() -> int:
-    """Ranks of this job: of the running process group, else what the launcher says, else one."""
+    """Number of ranks in this job: in the running process group, else as the launcher says, else 1."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -211,7 +211,7 @@ def _check_settings(found: Sequence[Mapping[str, Any]]) -> None:
 
 
 _kept: tuple[int, Store, int, int] | None = None
-"""(this process, the store by which it met the others for the first time, its rank, and their number)."""
+"""(id of this process, the store through which it first met the others, its rank, number of ranks)."""
 
 _meetings = itertools.count(1)
 
@@ -223,9 +223,10 @@ def _keep_store() -> None:
 
 
 def _meeting_place() -> dict[str, Any]:
-    """Where ranks find each other. They must not be given addresses that were left there before: by a trainer of this
-    process that has ended since (torch 2.13 waits for those until it gives up); or, under torchrun, whose store may
-    outlive its --max-restarts, by ranks of the attempt before (seen with --master-port)."""
+    """Arguments of init_process_group that say where the ranks meet. They must not find addresses from earlier
+    meetings: those of a trainer of this process that has ended (torch 2.13 waits for them until it gives up), or, under
+    torchrun, whose store may outlive its --max-restarts, those of ranks of the attempt before (seen with
+    --master-port)."""
     if _kept is not None and _kept[0] == os.getpid():
         _, store, rank, num_ranks = _kept
         return {"store": PrefixStore(f"meshwright/{next(_meetings)}", store), "rank": rank, "world_size": num_ranks}
@@ -271,7 +272,7 @@ def plan_ranks(plan: Plan, seats: list[Seat], devices: Sequence[str] = ()) -> li
 
 
 def _matched_hosts(plan: Plan, seats: list[Seat], devices: Sequence[str]) -> list[str] | None:
-    """The job's hosts in the order of the plan's ranks; None if they are not the plan's."""
+    """The job's hosts in the order in which the plan counts its ranks; None if they are not the hosts of the plan."""
     names = dict.fromkeys(host for host, _ in seats)
     kinds = {host: {d for (h, _), d in zip(seats, devices, strict=False) if h == host} for host in names}
     planned: list[tuple[int, int, str]] = []
@@ -296,7 +297,7 @@ def _matched_hosts(plan: Plan, seats: list[Seat], devices: Sequence[str]) -> lis
 
 
 def _device_name(device: torch.device) -> str:
-    """The preset of a GPU; "" if there is none, and for a CPU."""
+    """The preset's name for a GPU; "" if there is no preset for it, and for a CPU."""
     if device.type != "cuda":
         return ""
     memory_mib = torch.cuda.get_device_properties(device).total_memory / 2**20

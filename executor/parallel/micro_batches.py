@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches, and the loss in what a model makes of one."""
+"""Cuts a batch into micro-batches, and finds the loss in what a model returns for one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ Scale = float | torch.Tensor
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward of a stage is given; scale: the weight of its loss in the step's gradient."""
+    """The input of one forward of a stage. scale: the weight of its loss in the gradient of the step."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -65,8 +65,8 @@ def split_micro_batches(
 
 
 def num_samples(batch: Any, most: int, planned: Sequence[BatchTensor]) -> int:
-    """Samples that a batch holds of the `most` that the plan has for it, as far as its tensors tell: those like the
-    planned ones, or their first dims where all are alike."""
+    """Number of samples in a batch; `most`, the plan's, if its tensors do not show it. It shows in tensors that the
+    plan knows by name, or else in first dims that are all equal."""
     known = _like_planned(batch, planned)
     for tensor, leaf in known:
         growing = [dim for dim, kind in enumerate(tensor.dims) if kind == "batch" and not tensor.counts_rows]
@@ -81,8 +81,8 @@ def num_samples(batch: Any, most: int, planned: Sequence[BatchTensor]) -> int:
 
 
 def check_length(plan: Plan, batch: Any) -> None:
-    """Raise ValueError if a batch's sequences are not of the plan's length, which ranks with slices of them must know:
-    half of it would be taken for the slice of one of two."""
+    """Raise ValueError if a batch's sequences do not have the plan's length. Ranks that hold slices must know it: a
+    sequence of half the length would be taken for the slice of one of two ranks."""
     for tensor, leaf in _like_planned(batch, plan.model.batch):
         for dim, kind in enumerate(tensor.dims if leaf.dim() == len(tensor.dims) else ()):
             if kind == "sequence" and leaf.shape[dim] != tensor.shape[dim]:
@@ -94,8 +94,8 @@ def check_length(plan: Plan, batch: Any) -> None:
 
 
 def num_microbatches(plan: Plan, samples: int) -> int:
-    """Micro-batches that a data rank's share of a batch makes. Raises ValueError unless they are whole ones, no more
-    than the plan's, and as many as its schedule can run."""
+    """Number of micro-batches in a data rank's share of a batch. Raises ValueError unless they are whole, no more than
+    the plan's, and as many as its schedule can run."""
     count, rest = divmod(samples, plan.micro_batch)
     most = plan.num_microbatches
     if rest or not 0 < count <= most:
@@ -116,8 +116,9 @@ def num_microbatches(plan: Plan, samples: int) -> int:
 
 
 def share_of_batch(plan: Plan, global_batch: object, said: str) -> int:
-    """Samples of a data rank in a global batch of so many. said: by whom. Raises ValueError unless it is made of whole
-    micro-batches, no more than the plan's, and as many as its schedule can run."""
+    """Number of samples of a data rank in a global batch of this size. said: who gave the size, in words. Raises
+    ValueError unless it is made of whole micro-batches, no more than the plan's, and as many as its schedule can
+    run."""
     together = plan.micro_batch * plan.degrees.data
     most = plan.training.global_batch
     if not isinstance(global_batch, int) or not 0 < global_batch <= most or global_batch % together:
@@ -131,7 +132,8 @@ def share_of_batch(plan: Plan, global_batch: object, said: str) -> int:
 
 
 def _sample_dims(batch: Any, samples: int, planned: Sequence[BatchTensor]) -> dict[int, int | None]:
-    """Id of each tensor of a batch -> the dim along which its samples lie; {} if it is not like the planned one."""
+    """Id of each tensor in a batch -> the dim that samples lie along; {} if the batch is not made like the planned
+    one."""
     found = named_tensors(batch)
     dims: dict[int, int | None] = {}
     if not planned or found.keys() != {tensor.name for tensor in planned}:
@@ -150,7 +152,7 @@ def _sample_dims(batch: Any, samples: int, planned: Sequence[BatchTensor]) -> di
 
 
 def _like_planned(batch: Any, planned: Sequence[BatchTensor]) -> list[tuple[BatchTensor, torch.Tensor]]:
-    """(planned tensor, that of the batch with its name) where there are both."""
+    """(planned tensor, tensor of the batch with the same name), for all names that are in both."""
     found = named_tensors(batch)
     return [(tensor, found[tensor.name]) for tensor in planned if tensor.name in found]
 
@@ -164,13 +166,13 @@ def _part(leaf: Any, dim: int | None, index: int, count: int) -> Any:
 
 
 def shapes_in(micro_batch: MicroBatch) -> list[torch.Size]:
-    """Of all tensors that the model is given."""
+    """Shapes of all tensors that the model is given."""
     return [x.shape for x in tree_leaves((micro_batch.args, micro_batch.kwargs)) if isinstance(x, torch.Tensor)]
 
 
 def own_copy(micro_batch: MicroBatch) -> MicroBatch:
-    """With tensors of its own: all micro-batches are parts of one batch, and writing into one would tell autograd that
-    the others have changed, too. What inputs and targets share they go on sharing."""
+    """The micro-batch with copies of its tensors. All micro-batches are views of one batch, so if the model wrote into
+    one of them, autograd would take the others for changed, too. Inputs and targets that are one tensor stay one."""
     copies: dict[Any, torch.Tensor] = {}
 
     def copied(leaf: Any) -> Any:
@@ -183,8 +185,9 @@ def own_copy(micro_batch: MicroBatch) -> MicroBatch:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in what a model returned that computes its own: .loss, ["loss"], or the first single number that has a
-    gradient; without gradients the only one that might. Raises ValueError where there is none, or one of several."""
+    """The loss in the output of a model that computes its own: .loss, ["loss"], or the first single number with a
+    gradient. Without gradients it must be the only single floating-point number. Raises ValueError if there is none, or
+    there are several."""
     found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(found, torch.Tensor):
         return found
@@ -203,18 +206,19 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def scaled(loss: torch.Tensor, scale: Scale) -> torch.Tensor:
-    """The loss times a factor, in its own type."""
+    """The loss times a factor, in the dtype of the loss."""
     return loss * (scale if isinstance(scale, float) else scale.to(loss.dtype))
 
 
 def counted(loss: torch.Tensor, scale: Scale) -> torch.Tensor:
-    """The loss, or 0 with a gradient of 0 if its micro-batch counts nothing: a mean over no token is no number."""
+    """The loss; 0 with a gradient of 0 if its micro-batch has no weight, for a mean over no tokens is not a number."""
     return loss if isinstance(scale, float) else loss.masked_fill(scale == 0, 0.0)
 
 
 def guarded(output: Any, scale: Scale) -> Any:
-    """What a model returned for a micro-batch, whose tensors get a gradient of 0 where the micro-batch counts nothing:
-    a loss that divides by its tokens divides 0 by 0, backward, too. The model may have made that loss itself."""
+    """What a model returned for a micro-batch. If the micro-batch has no weight, the gradients of its tensors become 0:
+    a loss that divides by its number of tokens gives 0 / 0 in backward, too, and the model may have computed it
+    itself."""
     if isinstance(scale, torch.Tensor):
         nothing = scale == 0
         for tensor in tree_leaves(output):
@@ -224,10 +228,11 @@ def guarded(output: Any, scale: Scale) -> Any:
 
 
 def _clear_if(nothing: torch.Tensor, source: Node, number: int) -> None:
-    """Clear the next gradient of a result if `nothing`, in place: it is as large as all logits."""
+    """Set the next gradient of a result to 0 if `nothing` is true; in place where it can be, for it may be as large as
+    all logits."""
 
     def clear(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-        hook.remove()  # a parameter that is returned would keep it
+        hook.remove()  # else a returned parameter would keep the hook
         gradient = gradients[number]
         if gradient is None:
             return gradients

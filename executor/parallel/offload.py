@@ -62,8 +62,8 @@ class _Memory:
 
 @dataclass(eq=False)
 class _Part:
-    """What backward finds instead of a tensor. tensor: until its memory leaves; version: how often it had been written
-    into."""
+    """What autograd holds in place of a saved tensor. tensor: the tensor itself, until its memory leaves the device.
+    version: how often it had been written into when it was saved."""
 
     memory: _Memory
     tensor: torch.Tensor | None
@@ -76,7 +76,7 @@ class _Part:
 
 
 class _HostLink:
-    """Between a device and its host. One layer is on its way at a time."""
+    """Copies between a device and its host; of one layer at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -84,7 +84,7 @@ class _HostLink:
         self._last: weakref.ref[_Kept] | None = None  # held by the backward that needs it
 
     def follow(self, kept: "_Kept") -> None:
-        """A layer has ended: the one before it has left by now, and this one goes."""
+        """Note that a layer has ended: free the device's memory of the layer before it, and begin to copy this one."""
         before = None if self._last is None else self._last()
         self._last = weakref.ref(kept)
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -95,7 +95,7 @@ class _HostLink:
             kept.send()
 
     def copy(self, given: torch.Tensor, to: torch.Tensor) -> Any:
-        """Begin to copy; returns what to `wait` for before the copy is read, or what was copied is written into."""
+        """Begin a copy. Returns what to give to `wait` before the copy is read or the source is written into."""
         if self._stream is None:
             to.copy_(given)
             return None
@@ -108,13 +108,14 @@ class _HostLink:
         return self._stream.record_event()
 
     def wait(self, copied: Any) -> None:
-        """Let what the device does next come after a copy."""
+        """Make later work of the device wait for a copy."""
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
 
 class _Kept:
-    """What one forward of a layer keeps. before: that of the layer before it, which backward needs next."""
+    """What one forward of a layer keeps for backward. before: the same of the layer before it, which backward needs
+    next."""
 
     def __init__(self, link: _HostLink, number: int, module: nn.Module) -> None:
         self.number = number
@@ -142,7 +143,8 @@ class _Kept:
         return part
 
     def unpack(self, kept: torch.Tensor | _Part) -> torch.Tensor:
-        """The tensor. The first that is asked for brings all back, and the layer before begins to come."""
+        """A saved tensor. The first that is asked for brings back all of the layer, and begins with the layer
+        before."""
         if not isinstance(kept, _Part):
             return kept
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -196,7 +198,7 @@ class _Kept:
             self._copied = self._link.copy(memory.away, memory.here)
 
     def _look(self) -> None:
-        """Note what was written into since it was saved."""
+        """Note which tensors were written into since they were saved."""
         for part in self._parts:
             part.is_spoiled |= part.tensor is not None and part.tensor._version != part.version
 
@@ -208,7 +210,7 @@ class _Kept:
         return x.untyped_storage()._cdata not in self._stays and not self._is_parameters(x)
 
     def _is_parameters(self, x: torch.Tensor) -> bool:
-        """Whether a tensor is made of one parameter alone: a cast of it, or its transpose."""
+        """Whether a tensor is computed from a single parameter and nothing else, as a cast or a transpose is."""
         node = x.grad_fn
         while node is not None:
             following = [n for n, _ in node.next_functions if n is not None]

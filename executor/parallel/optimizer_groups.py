@@ -37,9 +37,9 @@ class ParameterGroups:
                 self._of_model = None
 
     def optimizer(self, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
-        """What the user's function makes of these, which are or stand for this rank's by the same names. Every rank
-        must call it. Raises ValueError, on every rank, if it steps one of them otherwise than among all of the model's.
-        """
+        """The optimizer that the user's function makes of these parameters, which are this rank's or stand for them.
+        Every rank must call it. Raises ValueError, on every rank, if a parameter is stepped in another way than when
+        the function is given all of the model's."""
         named = [(self._firsts[name], p) for name, p in parameters.items()]
         made = optimizer_of(self._make, named)
         if self._is_part and peers_answer(self._mesh):
@@ -49,7 +49,8 @@ class ParameterGroups:
         return made
 
     def _check(self, made: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Raise ValueError, on every rank, if the user's function goes by shapes, by places or by their number."""
+        """Raise ValueError, on every rank, if the user's function goes by the shapes, places or number of
+        parameters."""
         own = dict(named)
         here = _by_name(made, {id(p): name for name, p in named}, own)
         there = here if self._of_model is None else _by_name(self._of_model, self._names, own)
@@ -59,7 +60,7 @@ class ParameterGroups:
             raise ValueError(f"optimizer=... steps {told[0]} otherwise than where it is given {told[1]}")
 
     def _why(self, name: str, p: nn.Parameter) -> str:
-        """What of a parameter one process has in the place of what a rank has of it, what the user's function goes by,
+        """The end of the error for a parameter: what one process has in its place, what the user's function goes by,
         and the way out."""
         by_names = "Let it go by names (optimizer=lambda named: ...)"
         or_marks = f"{by_names}, or by what the function that builds the model writes on parameters (p.rate = 0.1)"
@@ -103,7 +104,8 @@ class ParameterGroups:
 def _by_name(
     optimizer: Optimizer, names: Mapping[int, str], among: Container[str]
 ) -> dict[str, tuple[dict[str, Any], set[str]]]:
-    """Name of a parameter -> how it is stepped, as far as numbers and words say it, and which of these are with it."""
+    """Name of a parameter -> (options of its group, as far as they are numbers or words; parameters of `among` in that
+    group)."""
     found = dict[str, tuple[dict[str, Any], set[str]]]()
     for group in optimizer.param_groups:
         options = {k: v for k, v in group.items() if isinstance(v, str | int | float | tuple)}

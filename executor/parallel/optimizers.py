@@ -1,4 +1,4 @@
-"""What a user's function makes of parameters: one optimizer or several, with or without the parameters' names."""
+"""Optimizers made by a user's function of parameters: one or several, with or without the parameters' names."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ MakeOptimizer = Callable[[Any], Optimizer | Sequence[Optimizer]]
 
 
 def optimizer_of(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    """The optimizer of these parameters with their names; several become one.
+    """The optimizer that `make` makes of these parameters; if it makes several, they are joined to one.
 
     make: is given (name, parameter) pairs if its first argument is called `named...`, else parameters. Raises
     ValueError if it returns anything but optimizers, or if these have other parameters.
@@ -53,7 +53,7 @@ def optimizer_of(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]])
 
 
 def joined(optimizer: Optimizer) -> list[Optimizer]:
-    """Those that one stands for, itself if it is no joined one."""
+    """The optimizers that were joined to this one; itself if none were."""
     return optimizer.optimizers if isinstance(optimizer, JoinedOptimizers) else [optimizer]
 
 
@@ -68,7 +68,7 @@ def without_memory(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def keep_attributes(parameter: nn.Parameter, attributes: Mapping[str, Any]) -> None:
-    """Let a parameter have what the user has written on the one that it stands for."""
+    """Copy to a parameter the attributes that the user has set on the one that it stands for."""
     for name, value in attributes.items():
         if not name.startswith("__") and not isinstance(value, torch.Tensor) and not hasattr(parameter, name):
             setattr(parameter, name, value)
@@ -98,14 +98,14 @@ def optimizers_inside(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 def sizes_of_groups(optimizer: Optimizer) -> list[int]:
-    """How many parameters each group has."""
+    """Number of parameters in each group."""
     return [len(group["params"]) for group in optimizer.param_groups]
 
 
 def check_added(optimizer: Optimizer, given: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Parameter]) -> None:
-    """Raise ValueError if parameters were added to an optimizer (add_param_group) that no plan trains.
+    """Raise ValueError if add_param_group has given an optimizer parameters that no plan trains.
 
-    given: those that it was made of. trained: the model's, for which these may stand.
+    given: those that it was made with. trained: the model's parameters, which `given` may stand for.
     """
     known, of_model = ({id(p) for p in own.values()} for own in (given, trained))
     added = next((p for group in optimizer.param_groups for p in group["params"] if id(p) not in known), None)
@@ -134,7 +134,7 @@ class JoinedOptimizers(Optimizer):
         self.share_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ValueError, once they are joined: it would be stepped by none of them."""
+        """Raises ValueError once optimizers are joined: none of them would step the group."""
         if self.optimizers:
             raise ValueError(
                 f"add_param_group of {len(self.optimizers)} optimizers: say which of them is to step it, "
@@ -143,7 +143,7 @@ class JoinedOptimizers(Optimizer):
         super().add_param_group(param_group)
 
     def share_groups(self) -> None:
-        """Take over the groups that they have by now."""
+        """Take over the optimizers' present groups and states."""
         self.param_groups = [group for one in self.optimizers for group in one.param_groups]
         self.state = _States(self.optimizers)  # type: ignore[assignment]
 
@@ -153,7 +153,7 @@ class JoinedOptimizers(Optimizer):
             one.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, with those of groups that one of them has got."""
+        """Clear all gradients, also of groups that were added to one of the optimizers."""
         self.share_groups()
         for one in self.optimizers:
             one.zero_grad(set_to_none)

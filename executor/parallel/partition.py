@@ -1,4 +1,5 @@
-"""Which parameters, modules and crossing tensors belong to which stage, and a model without those of other stages."""
+"""Which parameters, modules and crossing tensors belong to which stage; and taking those of other stages out of a
+model."""
 
 from collections import Counter
 from types import MethodType
@@ -15,7 +16,8 @@ STALE = "the model is not the one the plan was made for; make the plan again"
 
 
 def crossing_into(plan: Plan, stage: int) -> tuple[CrossingTensor, ...]:
-    """Tensors that cross the cut before a stage, in the plan's order; none before the first and after the last."""
+    """Tensors that cross the cut before a stage, in the plan's order; none before the first stage, nor after the
+    last."""
     if stage in (0, len(plan.stages)):
         return ()
     first = sum(len(s.layers) for s in plan.stages[:stage])
@@ -34,7 +36,7 @@ def parameters_of_stages(model: nn.Module, plan: Plan) -> list[set[str]]:
 
 
 def check_partition(model: nn.Module, plan: Plan) -> None:
-    """Raises ValueError unless the stages' parameters are together the model's, and none is on two stages."""
+    """Raises ValueError unless each parameter of the model is on exactly one stage."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     stages = parameters_of_stages(model, plan)
     unknown = sorted(set().union(*stages) - names)
@@ -55,14 +57,14 @@ def check_partition(model: nn.Module, plan: Plan) -> None:
 
 
 class Placeholders:
-    """Attributes that stand where parameters and buffers of other stages were; they take no memory."""
+    """Tensors without memory that stand in modules where parameters and buffers of other stages were."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._places: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
 
     def put(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-        """Take the parameter or buffer `name` out of a module, and leave something of its shape."""
+        """Take the parameter or buffer `name` out of a module, and put a meta tensor of its shape in its place."""
         like = torch.empty_like(tensor, device="meta", requires_grad=False)
         self._places.append((module, name, like, tensor))
         module._parameters.pop(name, None)
@@ -70,7 +72,7 @@ class Placeholders:
         module.__dict__[name] = like
 
     def move(self, device: torch.device) -> None:
-        """Make them on a device, also where else the model holds what they stand for."""
+        """Make the placeholders anew on a device, also in other places where the model holds the same tensors."""
         instead: dict[int, torch.Tensor] = {}
         for module, name, like, tensor in self._places:
             instead[id(tensor)] = torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
@@ -78,7 +80,8 @@ class Placeholders:
         HeldTensors(lambda place, tensor: instead.get(id(tensor), tensor)).enter(self._root)
 
     def answer_for(self, module: nn.Module) -> None:
-        """Let a module that lost all its parameters still tell its dtype and device, as models ask themselves."""
+        """Let a module that has lost all of its parameters still have one, a placeholder: models ask a parameter for
+        their dtype and device."""
         names = {place: name for place, name, *_ in self._places}
         inside = next(m for m in module.modules() if m in names)
         module.__dict__["parameters"] = lambda recurse=True: iter([inside.__dict__[names[inside]]])

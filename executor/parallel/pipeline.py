@@ -89,7 +89,7 @@ class PipelineRunner:
             self._replicas.begin(ends_step)
         for stage in self._stages:
             stage.begin(micro_batches, self._device)
-        if self._on_cpu and self._has_run:  # before, fully_shard has not looked around yet
+        if self._on_cpu and self._has_run:  # before that, fully_shard is not set up yet
             for unit in self._kept():
                 unit.unshard(async_op=True)
         key = (count, *shapes_in(micro_batches[0]))
@@ -116,7 +116,7 @@ class PipelineRunner:
         return [] if last is None else last.losses
 
     def _kept(self) -> Iterator[FSDPModule]:
-        """Units whose parameters stay gathered from the first forward to the last backward, in their order."""
+        """FSDP units whose parameters stay gathered from the first forward to the last backward, in order."""
         for stage in self._stages:
             yield from (unit for unit, gives_back in stage.fsdp_units if not gives_back)
 
@@ -175,9 +175,10 @@ class PipelineRunner:
             self._replicas.before_last(self._stages.index(stage))
 
     def _gather(self, stage: StageModule) -> None:
-        """torch does a backward for weights past fully_shard's hooks, which would gather parameters; and the parameters
-        that it looks for beforehand are the gathered ones. They stay so until all groups are done: one that leads
-        through a unit's input would have its parameters given back before the next (seen on whisper's decoder)."""
+        """Gather the parameters of a stage for its backward for weights. Torch runs that past fully_shard's hooks,
+        which would gather them, and looks for gradients on the gathered parameters. They stay gathered until all groups
+        are done, for a backward that goes through a unit's input would give them back before the next (seen on
+        whisper's decoder)."""
         for unit, _ in stage.fsdp_units:
             unit.set_reshard_after_backward(False, recurse=False)
             unit.unshard()
@@ -193,7 +194,7 @@ class PipelineRunner:
 
 @contextmanager
 def _without_its_table() -> Iterator[None]:
-    """While it lasts torch prints no table of the schedule for an error, which it raises all the same."""
+    """While it lasts, torch does not print its table of the schedule with an error. The error is still raised."""
     log = logging.getLogger("torch.distributed.pipelining.schedules")
     log.addFilter(_below_error)
     try:
@@ -215,14 +216,15 @@ def _reduce(stage: StageModule, last: bool, every: bool = False) -> None:
 
 
 def _set_sync(unit: FSDPModule, reduce: bool, gives_back: bool) -> None:
-    """Whether a unit's backward reduces gradients and gives its parameters back."""
+    """Set whether a unit's backward reduces gradients, and whether it gives parameters back."""
     unit.set_requires_gradient_sync(reduce, recurse=False)
     unit.set_is_last_backward(reduce)
     unit.set_reshard_after_backward(gives_back, recurse=False)
 
 
 class _Hidden(nn.Module):
-    """Keeps torch's pipeline stage from driving FSDP: it knows neither gradient_sync nor reshard per layer."""
+    """Hides FSDP from torch's pipeline stage, which would drive it without regard to gradient_sync and to each layer's
+    reshard."""
 
     def __init__(self, module: StageModule) -> None:
         super().__init__()
@@ -235,5 +237,5 @@ class _Hidden(nn.Module):
 
 
 def _first(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The stage's output is its loss already."""
+    """The loss function for torch's schedule: the output of the last stage is the loss already."""
     return output

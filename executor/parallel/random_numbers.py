@@ -53,17 +53,17 @@ _Place = tuple[str, int, bool]
 """(layer module, call in this micro-batch, whether after it): where in a forward something is drawn."""
 
 KEEPS_ALL = "keeps_all"
-"""Attribute of a dropout that is off, whoever calls it."""
+"""Attribute of functions in place of torch's dropouts that keep everything, whoever calls them."""
 
 _FEATURES = {"dropout1d": 1, "dropout2d": 2, "dropout3d": 3}
 """Functions that drop whole features, and how many dims such a feature has."""
 
 
 class RandomNumbers:
-    """The random numbers of a rank's steps. model: whole and unchanged, on the meta device.
+    """The random numbers that a rank draws in its steps. model: whole and unchanged, on the meta device.
 
-    drops: whether the model drops something out; if not, layers cost nothing, but in stages. None: its first forward
-    will tell.
+    drops: whether the model has dropout; if not, following its layers costs nothing (unless they are on pipeline
+    stages). None: its first forward will tell.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: RankMesh, seed: int) -> None:
@@ -91,8 +91,8 @@ class RandomNumbers:
         self._given: Counter[int] = Counter()
 
     def watch(self, module: nn.Module, stages: Iterable[StageModule]) -> None:
-        """Know from now on which layer of `module`, the user's, is running; of stages which micro-batch, too. One
-        process may run copies of a model, each watched."""
+        """Follow from now on which layer of the user's `module` is running, and with stages which micro-batch. One
+        process may run several copies of a model; each must be watched."""
         own = list(stages)
         for i, stage in enumerate(own):
             stage.register_forward_pre_hook(partial(self._stage_begins, i), prepend=True)
@@ -113,8 +113,8 @@ class RandomNumbers:
 
     @contextmanager
     def step(self, number: int, part: int = 0, num_microbatches: int | None = None) -> Iterator[None]:
-        """While it lasts, which is forward and backward of a step, or of the next part of it, what is drawn follows the
-        policy. num_microbatches: of this rank's share; None: the plan's."""
+        """While it lasts (the forward and backward of a step, or of a part of it), draws follow the policy.
+        num_microbatches: in this rank's share; None: as in the plan."""
         self._step = number, part
         self._count = self._plan.num_microbatches if num_microbatches is None else num_microbatches
         self._drawn.clear()
@@ -129,9 +129,10 @@ class RandomNumbers:
 
     @contextmanager
     def update(self, number: int, shard: int, tied: str) -> Iterator[None]:
-        """While it lasts, which is the optimizer's step, ranks of a stage draw alike that hold the same shards (`shard`
-        is their number): replicas would come apart by noise of their own. tied: a parameter that another stage holds,
-        too; '' if there is none. Raises ValueError if there is one and the optimizer draws."""
+        """While it lasts (the optimizer's step), ranks of a stage that hold the same shards draw the same, for replicas
+        would drift apart with noise of their own. shard: number of the shards that this rank holds. tied: a parameter
+        that another stage holds, too; '' if there is none. Raises ValueError if there is one and the optimizer
+        draws."""
         generators = [torch.default_generator]
         if self._mesh.device.type == "cuda":
             generators.append(torch.cuda.default_generators[self._mesh.device.index])
@@ -247,7 +248,8 @@ class RandomNumbers:
         self._calls[name] += not in_backward()
 
     def _pass(self, place: _Place) -> None:
-        """Enter a place; in backward, where a layer runs again, the one that it was in forward."""
+        """Enter a place. In backward, where a layer runs again, it is the place that this layer was in during
+        forward."""
         come_from = torch.default_generator.initial_seed(), place[0], place[2]
         if not in_backward():
             self._entered[come_from] = place, self._first
@@ -297,8 +299,8 @@ class RandomNumbers:
             )
 
     def _fused(self, original: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor:
-        """A fused kernel draws for all of its heads and samples at once: independent numbers on every rank, and the
-        same again in recompute."""
+        """Attention in a fused kernel, which draws for all heads and samples at once: other numbers on every rank, and
+        in recompute the same as in forward."""
         place, index, first = self._known_again()
         with torch.random.fork_rng([self._mesh.device]):
             tensor_rank = self._mesh.coordinates["tensor"]
@@ -307,7 +309,8 @@ class RandomNumbers:
             return original(*args, **kwargs)  # type: ignore[no-any-return]
 
     def _known_again(self) -> tuple[_Place, int, int]:
-        """(where, the how-manieth there, first sample) of what is being drawn: as in forward, if this is recompute."""
+        """(place, number of the dropout there, first sample) of a dropout that draws now. In recompute it is known by
+        the number that it draws from the generator, and gets the same answer as in forward."""
         drawn = int(torch.empty((), dtype=torch.int64).random_())
         if drawn not in self._drawn:
             self._drawn[drawn] = self._place, self._next, self._first
@@ -315,7 +318,7 @@ class RandomNumbers:
         return self._drawn[drawn]
 
     def _mask(self, x: torch.Tensor, p: float, feature_dims: int | None) -> torch.Tensor:
-        """Which of the elements that are here stay, as booleans."""
+        """Mask of the elements that dropout keeps, of those that are on this rank; as booleans."""
         place, index, first = self._known_again()
         local = list(whole_shape(x))
         whole = list(local)
@@ -344,7 +347,7 @@ class RandomNumbers:
         return empty.bernoulli_(1 - p, generator=self._generator)
 
     def _own_part(self, mask: torch.Tensor, own: list[int], x: torch.Tensor | None = None) -> torch.Tensor:
-        """This tensor rank's part of a mask along the dims that are cut; of a marked x also of the tokens here."""
+        """This tensor rank's part of a mask, along dims that are cut; if x is marked, only for its tokens."""
         degree, rank = self._plan.degrees.tensor, self._mesh.coordinates["tensor"]
         for dim, size in enumerate(own):
             if mask.shape[dim] != size:
@@ -362,9 +365,9 @@ class RandomNumbers:
 def _replaced(
     places: Sequence[DropoutName], held: bool, dropped: Callable[..., Any], attended: Callable[..., Any]
 ) -> Iterator[None]:
-    """While it lasts torch's dropouts and attention are these, each given the original first; those that keep
-    everything (verify.py) stay. held: the model has them otherwise than by name, too, so that all calls of torch's
-    functions are looked at."""
+    """While it lasts, these functions run in place of torch's dropouts and attention; each is given the original first.
+    Dropouts that keep everything (one_process.py) stay as they are. held: the model holds some of them in other ways
+    than by name, so that all calls of torch's functions are looked at."""
     if getattr(functional.dropout, KEEPS_ALL, False):
         yield
         return
@@ -442,8 +445,8 @@ def _attention_in_parts(
 
 
 def of_micro_batch(seed: int, step: tuple[int, int], first: int) -> int:
-    """What Python's and numpy's random numbers begin from in a micro-batch. step: its number and which part of it.
-    first: of its samples in the global batch."""
+    """The seed of Python's and numpy's random numbers for a micro-batch. step: (number of the step, part of it). first:
+    number of the micro-batch's first sample in the global batch."""
     return _number(seed, step, first)
 
 

@@ -106,7 +106,7 @@ def _repeated(module: nn.Module, forward: Callable[..., Any], selective: bool) -
 
 
 def _in_new_containers(given: Any) -> Any:
-    """The same tensors in lists and dicts of their own, into which nobody else puts others."""
+    """The same tensors in new lists and dicts, which nobody else can change."""
     return tree_map(lambda leaf: leaf, given)
 
 
@@ -132,10 +132,11 @@ class _StepsOnHost:
 
 
 class _Keep:
-    """torch's policy for selective recompute: keep what the dear operators return, but not within steps on the host."""
+    """torch's policy for selective recompute: keep the results of operators that are costly to run again, but not
+    within steps on the host."""
 
     by: AbstractContextManager[Any]
-    """What keeps them, as torch made it for this policy."""
+    """The context, made by torch for this policy, that keeps the results."""
 
     def __init__(self, module: nn.Module, is_step_on_host: Callable[[Any], bool]) -> None:
         self._module, self._is_step_on_host = type(module).__name__, is_step_on_host
@@ -156,8 +157,8 @@ class _Keep:
 
 
 class _Anew(AbstractContextManager[None]):
-    """A context that is made for each time it is entered: a backward with gradients in it (of hooks that call
-    torch.autograd.grad) repeats a forward for each."""
+    """A context that is made anew each time it is entered. A backward may repeat a forward several times, if hooks on
+    gradients call torch.autograd.grad."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
@@ -171,7 +172,8 @@ class _Anew(AbstractContextManager[None]):
 
 
 def _once(make: Callable[[], AbstractContextManager[None]], module: nn.Module) -> Callable[..., Any]:
-    """make, which raises ValueError when it is called again: what selective recompute has kept can be taken once."""
+    """`make`, which raises ValueError when it is called a second time: what selective recompute has kept can be taken
+    only once."""
     makes = [make]
 
     def made() -> AbstractContextManager[None]:
@@ -205,7 +207,7 @@ def _as_before(left: Taken) -> Iterator[None]:
 
 
 def _with_attention_repeated(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """forward, of which backward finds nothing of unfused attention between the scores and its output."""
+    """`forward`, which keeps nothing for backward of what unfused attention makes between the scores and its output."""
 
     def repeated(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -221,7 +223,7 @@ def _with_attention_repeated(module: nn.Module, forward: Callable[..., Any]) -> 
 
 @dataclass(frozen=True)
 class _Made:
-    """A tensor that a step of the core made: output `leaf` of step `step`."""
+    """Refers to a tensor that a step of the core made: result `leaf` of step `step`."""
 
     step: int
     leaf: int
@@ -229,7 +231,7 @@ class _Made:
 
 @dataclass(frozen=True)
 class _RemadePart:
-    """What backward finds instead of a tensor: the memory that a step made, and which part of it."""
+    """What autograd holds in place of a saved tensor: a part of the memory that a step of the core made."""
 
     made: _Made
     shape: torch.Size
@@ -239,7 +241,8 @@ class _RemadePart:
 
 @dataclass(frozen=True)
 class _CoreOp:
-    """An operator of the core; tensors that earlier steps made are given as such. state: of the random numbers."""
+    """An operator of the core, with its arguments; `_Made` stands for tensors that earlier steps made. state: that of
+    the random numbers before it, if it draws."""
 
     func: Any
     args: Any
@@ -292,7 +295,8 @@ class _AttentionCore(TorchDispatchMode):
         return _RemadePart(known[0], x.shape, x.stride(), int(x.storage_offset()))
 
     def unpack(self, kept: torch.Tensor | _RemadePart) -> torch.Tensor:
-        """The tensor. The first that is asked for makes all, which stay until the last has been."""
+        """A saved tensor. The first that is asked for runs the core again; the results stay until the last one was
+        taken."""
         if not isinstance(kept, _RemadePart):
             return kept
         if not self._again:

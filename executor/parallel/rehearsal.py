@@ -1,5 +1,5 @@
-"""One forward of the whole model on fake tensors shows a stage what the modules of other stages return, and what
-crosses the cuts."""
+"""Shows a stage, in one forward of the whole model on fake tensors, what other stages' modules return and what
+crosses."""
 
 import copy
 from collections import Counter, OrderedDict
@@ -39,9 +39,9 @@ from .synced_norms import normalise_here, synced_norms
 
 @dataclass(frozen=True)
 class Like:
-    """What a tensor of the whole model is like; written: it is written into after it was made. mark: which tokens it
-    holds, where ranks hold parts of a sequence. changed: a hook on its module has put another in its place, or written
-    into it. alike: the leaves of the output that are this very tensor, if it is in it several times."""
+    """What is known of a tensor of the whole model. written: whether it is written into after it was made. mark: which
+    tokens it holds, if ranks hold parts of a sequence. changed: whether a hook on its module has replaced it or written
+    into it. alike: places in the output that hold this same tensor, if there are several."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class Like:
     alike: tuple[int, ...] = ()
 
     def placeholder(self, device: torch.device) -> torch.Tensor:
-        """Zeros; without memory unless they will be written into."""
+        """A tensor of zeros in its place; without memory unless it is written into."""
         made = torch.zeros(self.shape if self.written else (), dtype=self.dtype, device=device)
         return set_mark(made if self.written else made.expand(self.shape), self.mark)
 
@@ -65,9 +65,9 @@ class Stub:
     device: torch.device
 
     def output(self, arrived: Mapping[int, torch.Tensor]) -> Any:
-        """Placeholders in the structure of the module's own output; what has arrived of it itself, for hooks of the
-        user's that keep what they see, and for leaves that are the same tensor, of which one arrives for all. (What a
-        hook has changed is put in its place behind the hook.)"""
+        """The output of the module with placeholders for its tensors. Tensors that have arrived are put in themselves,
+        so that hooks of the user's which keep the output see them; and if one tensor is in several places, so is the
+        placeholder. (What a hook has changed is replaced after that hook.)"""
         made: list[Any] = []
         for place, leaf in enumerate(self.leaves):
             if isinstance(leaf, Like) and leaf.alike and leaf.alike[0] < place:
@@ -131,8 +131,8 @@ class Rehearsal:
         return self._found[key]
 
     def _deciding(self, *args: Any) -> "_Seen":
-        """What a run shows; with the numbers of the micro-batch, if the model decides by them, and with even choices of
-        a router, if by these, which make no difference to what crosses."""
+        """What a run shows. If the model decides by numbers of its batch, the run knows these; if by those of a router,
+        the router's choices are taken to be even, which makes no difference to what crosses."""
         try:
             return self._run(*args)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -199,7 +199,7 @@ class Rehearsal:
 
 
 class _WithoutGradients(TorchFunctionMode):
-    """Lets a forward hook itself onto gradients that there are none of."""
+    """While it lasts, hooks on gradients are not registered: tensors that require no gradient would refuse them."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -219,7 +219,7 @@ class _Seen:
 
 
 class _Notes:
-    """Collects a rehearsal's tensors, with the version they had when they were made."""
+    """Notes the tensors of a rehearsal, and how often each had been written into when it was made."""
 
     def __init__(self, crossing: set[Producer]) -> None:
         self._crossing = crossing
@@ -229,11 +229,11 @@ class _Notes:
         self._tensors: dict[Producer, tuple[torch.Tensor, int]] = {}
 
     def made(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """A module's forward has returned; its hooks follow."""
+        """Note what a module's forward has returned, before its hooks run."""
         self._made[name] = _states(tree_leaves(output))
 
     def output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """A module has returned, its hooks have run."""
+        """Note what a module has returned after its hooks have run."""
         leaves, tree = tree_flatten(output)
         states, before = _states(leaves), self._made[name]
         changed = [i >= len(before) or before[i] != state for i, state in enumerate(states)]
@@ -243,7 +243,7 @@ class _Notes:
         self._calls[name] += 1
 
     def tensor(self, producer: Producer, tensor: torch.Tensor) -> None:
-        """A tensor has been produced."""
+        """Note a tensor that crosses a cut."""
         if producer in self._crossing:
             self._tensors[producer] = (tensor, version_of(tensor))
 
@@ -265,7 +265,7 @@ class _Notes:
 
 
 def _states(leaves: list[Any]) -> list[tuple[int, int]]:
-    """Which tensor each leaf is, and how often it was written into."""
+    """For each leaf (id of the object, how often it was written into)."""
     return [(id(leaf), version_of(leaf)) if isinstance(leaf, torch.Tensor) else (id(leaf), 0) for leaf in leaves]
 
 

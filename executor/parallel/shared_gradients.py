@@ -59,7 +59,8 @@ class SharedGradients(TorchFunctionMode):
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Leave out our own functions, which join what differs with what does not and know why."""
+        """While it lasts, nothing is followed: for our own functions, which join what differs with what does not on
+        purpose."""
         was_muted, self._is_muted = self._is_muted, True
         try:
             yield
@@ -67,11 +68,11 @@ class SharedGradients(TorchFunctionMode):
             self._is_muted = was_muted
 
     def differs(self, x: torch.Tensor) -> bool:
-        """Whether x, or what it is a view of, differs between tensor ranks, as do parameters that are cut."""
+        """Whether x, or the tensor that it is a view of, differs between tensor ranks. Cut parameters do."""
         return x in self._differs or (x._base is not None and x._base in self._differs) or self._is_cut(x)
 
     def mark(self, x: torch.Tensor, differs: bool) -> None:
-        """Say whether x differs between tensor ranks."""
+        """Note whether x differs between tensor ranks."""
         if differs:
             self._differs[x] = True
         else:
@@ -87,7 +88,7 @@ class SharedGradients(TorchFunctionMode):
             return output
         if getattr(func, "__self__", None) is torch.Tensor.grad:  # nothing that is computed from its parameter
             return output
-        read = args[1:] if func is torch.Tensor.copy_ else args  # what is written over counts no more
+        read = args[1:] if func is torch.Tensor.copy_ else args  # what is overwritten does not count
         given = [x for x in tree_leaves((read, kwargs)) if isinstance(x, torch.Tensor)]
         made = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
         if any(self.differs(x) for x in given):
@@ -113,7 +114,7 @@ class SharedGradients(TorchFunctionMode):
         return isinstance(x, nn.Parameter) and not self._layout.cuts.keys().isdisjoint(self._known(x))
 
     def _known(self, x: torch.Tensor) -> frozenset[str]:
-        """Names of the parameters that x is, or is computed from alone; none if it is something else."""
+        """Names of the parameters that x is, or that alone it is computed from; none for other tensors."""
         if x in self._origins:
             names: frozenset[str] = self._origins[x]
             return names
@@ -135,7 +136,8 @@ class SharedGradients(TorchFunctionMode):
 
 
 def unwatched(forward: Callable[..., torch.Tensor], differs: bool) -> Callable[..., torch.Tensor]:
-    """forward, out of the watch's sight but for whether its result differs between tensor ranks."""
+    """`forward`, inside of which the watch follows nothing. differs: whether its result differs between tensor
+    ranks."""
 
     def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
         watch = _watch
@@ -150,12 +152,13 @@ def unwatched(forward: Callable[..., torch.Tensor], differs: bool) -> Callable[.
 
 
 def out_of_sight() -> AbstractContextManager[None]:
-    """While it lasts nothing is followed: what runs is no part of the step."""
+    """While it lasts, nothing is followed, for what runs is no part of the step."""
     return nullcontext() if _watch is None else _watch.muted()
 
 
 def hand_on_difference(made: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-    """What a function that no watch sees made of something: it differs between tensor ranks if that does."""
+    """`made`, noted as different between tensor ranks if one of the tensors it was made from is; for functions in which
+    the watch follows nothing."""
     if _watch is not None and any(_watch.differs(x) for x in given):
         _watch.mark(made, differs=True)
     return made

@@ -116,7 +116,7 @@ class StageModule(nn.Module):
             self._queue = deque(own_copy(micro_batch) for micro_batch in micro_batches)
 
     def on_wire(self, crossing: CrossingTensor) -> torch.Tensor:
-        """Meta tensor like that which one rank sends. After `begin`."""
+        """Meta tensor of the shape and dtype that one rank sends. To be called after `begin`."""
         if crossing.producer not in self._tensors:
             raise RuntimeError(f"the model does not make {_words(crossing.producer)}: {STALE}")
         like = self._tensors[crossing.producer]
@@ -126,7 +126,7 @@ class StageModule(nn.Module):
         return torch.empty(shape, dtype=like.dtype, device="meta", requires_grad=crossing.requires_grad)
 
     def receive(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Give the tensors that cross the cut, in the plan's order, for the next forward."""
+        """Set the tensors that have crossed the cut, in the plan's order, for the next forward."""
         self._received = tensors
 
     def run(self) -> tuple[torch.Tensor, ...] | torch.Tensor:
@@ -201,9 +201,9 @@ class StageModule(nn.Module):
 
     @cached_property
     def fsdp_units(self) -> list[tuple[FSDPModule, bool]]:
-        """FSDP modules in the order of their forward (what is inside of another one before it), each with whether it
-        gives parameters back (not the root); of a unit of several modules the first. To be asked for once the stage is
-        sharded."""
+        """FSDP modules in the order of their forwards, inner ones before the one around them; each with whether it
+        gives its parameters back after forward (the root does not). Of a unit of several modules it is the first. To be
+        asked for after the stage is sharded."""
         modules: list[tuple[nn.Module, bool]] = [
             (module, layer.reshard)
             for layer in self._plan.stages[self.stage].layers
@@ -273,7 +273,7 @@ class Chunks(nn.Module):
             yield from stage.model.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """What the stages' own hold, by name in the model."""
+        """The stages' entries, named as in the whole model."""
         return {name: value for stage in self.stages for name, value in stage.model.state_dict(*args, **kwargs).items()}
 
     def _load_from_state_dict(
@@ -291,14 +291,14 @@ class Chunks(nn.Module):
 
 
 def stages_in(module: nn.Module) -> list[StageModule]:
-    """The stages of a rank's module: its own, those of its chunks, or none where there is no pipeline."""
+    """The stages in a rank's module: one, several in `Chunks`, or none without a pipeline."""
     if isinstance(module, Chunks):
         return module.stages
     return [module] if isinstance(module, StageModule) else []
 
 
 class _CompleteError(Exception):
-    """All that the next stage needs has been produced."""
+    """Ends a forward early: all that the next stage needs has been produced."""
 
 
 class _BoundaryTensors:
@@ -343,7 +343,7 @@ class _BoundaryTensors:
 _NOTHING = _BoundaryTensors({}, (), {})
 
 _QUEUED = object()
-"""What a stage is called with: it takes the next micro-batch of those that it was given."""
+"""The argument of a stage's call, which takes its real input from those that it was given before."""
 
 
 def _words(producer: Producer) -> str:

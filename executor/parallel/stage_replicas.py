@@ -18,11 +18,11 @@ from .flat_gradients import all_reduce, in_buffers, local_gradients
 
 
 class StageReplicas:
-    """The gradients of this rank's stages, and the ranks that hold the same stages.
+    """Averages gradients of this rank's stages over the ranks that hold the same stages.
 
-    named: the rank's parameters. stages: those of each of its stages, in their order. A parameter of two stages (tied
-    weights) is left to the end, as is what had not exactly one gradient in the last backward of the first step: that
-    step learns it, and the order in which gradients come, and averages everything at its end.
+    named: the rank's parameters. stages: the parameters of each of its stages, in order. A parameter of two stages
+    (tied weights) is averaged at the end, and so is one that did not have exactly one gradient in the last backward of
+    the first step. That step finds this out, and in which order gradients come; it averages everything at its end.
     """
 
     def __init__(
@@ -45,20 +45,20 @@ class StageReplicas:
         self._next = 0
 
     def begin(self, ends_step: bool = False) -> None:
-        """The schedule runs again. ends_step: for the last time before the optimizer's step."""
+        """Note that the schedule begins. ends_step: whether it is the last time before the optimizer's step."""
         self._ends_step = ends_step
         self._remove_hooks()
         self._arrived.clear()
         self._sent, self._next = [], 0
 
     def before_last(self, stage: int) -> None:
-        """What comes next is the last backward of a stage, or its part for weights."""
+        """Note that the next backward is the last one of a stage, or the weight part of it."""
         if self._ends_step:
             trained = [parameter for parameter in self._stages[stage] if parameter.requires_grad]
             self._hooks += [each.register_post_accumulate_grad_hook(self._has_arrived) for each in trained]
 
     def arrived(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
-        """The last gradients of these parameters of a stage are there, of which autograd's hooks are not told."""
+        """Note that the last gradients of these parameters have come, where autograd's hooks do not tell it."""
         if self._ends_step:
             own = set(map(id, self._stages[stage]))
             for parameter in parameters:
@@ -66,7 +66,7 @@ class StageReplicas:
                     self._has_arrived(parameter)
 
     def _has_arrived(self, parameter: nn.Parameter) -> None:
-        """The last gradient of a parameter is there."""
+        """Note that the last gradient of a parameter has come."""
         self._arrived[id(parameter)] += 1
         if self._buffers is None:
             return
@@ -78,7 +78,7 @@ class StageReplicas:
         self._send_ready()
 
     def finish(self) -> None:
-        """Average what is left, and wait for what was sent."""
+        """Average what is left, and wait for all that was sent."""
         self._remove_hooks()
         if self._buffers is None:
             all_reduce(self._all, self._group, self._num_replicas)
@@ -101,7 +101,8 @@ class StageReplicas:
 
     @torch.no_grad()
     def _send(self, buffer: Sequence[nn.Parameter]) -> None:
-        """The gradients become parts of the flat buffer, so that nothing is to be copied back."""
+        """Begin to average a buffer. Its gradients become views of the flat buffer, so nothing has to be copied
+        back."""
         given = [p for p in buffer if p.grad is not None]
         if not given:
             return
@@ -114,8 +115,8 @@ class StageReplicas:
         self._sent.append((flat, work))
 
     def _learn(self) -> None:
-        """Make buffers of what has had one gradient in the last backward, on every replica, in the order in which the
-        gradients have come on the first of them; if there was a backward."""
+        """Arrange parameters in buffers: those that had one gradient in the last backward on every replica, in the
+        order in which the gradients came on the first replica. Does nothing if there was no backward."""
         if not self._arrived:
             return
         own = list(chain(*self._stages))

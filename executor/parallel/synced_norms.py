@@ -31,12 +31,12 @@ def data_group(mesh: RankMesh) -> dist.ProcessGroup | None:
 
 
 def sync_norms(model: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Let every SyncBatchNorm normalise over the ranks of a group (torch's own: over all ranks of the job, whatever
-    these hold); None: over those samples that are here."""
+    """Let every SyncBatchNorm normalise over the ranks of a group; None: over this rank's samples alone. (Torch's own
+    goes over all ranks of the job, whatever part of the model they hold.)"""
     for module in synced_norms(model):
         if group is None:
             normalise_here(module)
-        elif device.type == "cpu":  # for which torch has no such norm, and DDP takes none
+        elif device.type == "cpu":  # torch has no such norm there, and DDP accepts none
             reduce, num_ranks = partial(all_reduce, group=group), dist.get_world_size(group)
             normalise_here(module).forward = partial(normalised, module, reduce, num_ranks)
         else:
@@ -53,8 +53,8 @@ def normalise_here(module: Any) -> Any:
 def normalised(
     module: nn.SyncBatchNorm, reduce: Callable[[torch.Tensor], torch.Tensor], num_ranks: int, x: torch.Tensor
 ) -> torch.Tensor:
-    """What a batch norm makes of samples whose statistics run over several ranks. reduce: the sum over these, through
-    which gradients go."""
+    """The output of a batch norm whose statistics run over several ranks. reduce: sums a tensor over these ranks;
+    gradients go through it."""
     if not (module.training or module.running_mean is None):
         return functional.batch_norm(
             x, module.running_mean, module.running_var, module.weight, module.bias, False, 0.0, module.eps
@@ -73,7 +73,7 @@ def normalised(
 
 @torch.no_grad()
 def _follow(module: nn.SyncBatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
-    """Running statistics, as torch's norms keep them."""
+    """Update the running statistics, as torch's batch norms do."""
     assert module.num_batches_tracked is not None
     assert module.running_mean is not None
     assert module.running_var is not None

@@ -87,7 +87,7 @@ def apply_tensor_parallel(
         joint = [shared for shared in inputs.values() if shared.num_rows > 1]
         for part in parts_of(layer.recompute) if joint else ():
             module = _submodule(stage, prefix, part)
-            module.forward = _forgetting_behind_repetition(module.forward, joint)
+            module.forward = _forgetting_after_repetition(module.forward, joint)
         if sliced:
             layout.partial.update(names[id(stage.get_parameter(name))] for name in layer.parameters)
         region.hook(stage, layer, gather_after=sliced and next_layer is not None and not is_sliced(plan, next_layer))
@@ -141,7 +141,7 @@ def _is_column(cut: TensorCut, relative: str) -> bool:
 
 
 def _set_parameters(stage: nn.Module, replaced: dict[int, nn.Parameter]) -> None:
-    """Put the new parameters wherever the old ones were, so that ties stay."""
+    """Replace parameters in all modules that hold them, so that tied parameters stay tied."""
     for module in stage.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in replaced:
@@ -156,7 +156,8 @@ def _divide_attributes(stage: nn.Module, prefix: str, cut: TensorCut, degree: in
 
 
 def _check_ties(plan: Plan) -> None:
-    """A parameter with several names is cut at all of those that are read, wherever in the pipeline they are."""
+    """Raises ValueError unless a parameter with several names is cut alike under all names that layers read, on all
+    stages."""
     layers = [layer for stage in plan.stages for layer in stage.layers]
     ways: dict[str, int | None] = {name: None for layer in layers for name in layer.parameters}
     for layer in layers:
@@ -174,7 +175,7 @@ def _check_ties(plan: Plan) -> None:
 def _shared_inputs(
     stage: nn.Module, prefix: str, cuts: Sequence[TensorCut], region: "_Region", sliced: bool
 ) -> dict[str, SharedInput]:
-    """Cut -> what its columns are given; cuts whose columns read one tensor share it."""
+    """Name of a cut -> the input of its columns. Cuts whose columns read the same tensor have the same input object."""
     groups: list[tuple[list[str], set[str]]] = []
     shared: dict[str, SharedInput] = {}
     num_rows = {cut.name: len(cut.rows or cut.columns) for cut in cuts}
@@ -198,7 +199,7 @@ def _shared_inputs(
 
 
 def _forgetting(inputs: Iterable[SharedInput]) -> Callable[..., None]:
-    """A hook for the beginning of a forward."""
+    """A hook that clears these inputs when a forward begins."""
     every = list(dict.fromkeys(inputs))
 
     def hook(module: nn.Module, args: Any) -> None:
@@ -208,7 +209,7 @@ def _forgetting(inputs: Iterable[SharedInput]) -> Callable[..., None]:
     return hook
 
 
-def _forgetting_behind_repetition(forward: Callable[..., Any], inputs: Iterable[SharedInput]) -> Callable[..., Any]:
+def _forgetting_after_repetition(forward: Callable[..., Any], inputs: Iterable[SharedInput]) -> Callable[..., Any]:
     """The forward of a part of a layer that is recomputed. When its repetition in backward ends, it forgets what it
     read together with groups outside of the part, which do not run again; also if the repetition stops early."""
     every = list(dict.fromkeys(inputs))
@@ -285,7 +286,7 @@ def crosses_sliced(tensor: CrossingTensor, plan: Plan) -> bool:
 
 
 class _Region:
-    """Where the sequence is sliced, and what converts at its edges and at the cuts."""
+    """Which modules run on slices of the sequence, and the collectives at the edges of these and at the cuts."""
 
     def __init__(self, plan: Plan, mesh: DeviceMesh) -> None:
         self.plan = plan
@@ -304,18 +305,19 @@ class _Region:
         self.sequence_dim = dims.pop() if len(dims) == 1 else 1
 
     def delayed(self, columns: Iterable[nn.Module]) -> DelayedWeights:
-        """Weights of columns that read one tensor. A zero-bubble schedule computes gradients of weights at times of its
-        own."""
+        """These columns, which read the same tensor, as modules whose weight gradients may be put off; none of them
+        under a zero-bubble schedule, which puts these off by itself."""
         return DelayedWeights([] if self.plan.schedule in ZERO_BUBBLE else columns)
 
     def column_input(self, sliced: bool) -> Collective:
-        """What a column does to its input."""
+        """The collective on the input of columns: an all-gather of slices, or nothing (with an all-reduce in
+        backward)."""
         if sliced:
             return partial(self._gather_sum, self.sequence_dim)
         return lambda x, pending: call(Alike, x, self.group, pending)
 
     def gather_sum(self, shared: SharedInput, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Hook: gather every slice that enters a module; gradients that come back are shares, to be summed."""
+        """Hook: gather all slices that a module is given. The gradients that come back are shares, and are summed."""
         seen: dict[int, Any] = {}
 
         def gather(x: Any) -> Any:
@@ -333,13 +335,14 @@ class _Region:
         return call(GatherSum, x, dim, self.group, pending)
 
     def row_output(self, sliced: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What a row does to its product."""
+        """The collective on the product of a row: a sum over ranks, of which each keeps its slice if `sliced`."""
         if sliced:
             return lambda y: call(SumSlice, y, self.sequence_dim, self.group)
         return lambda y: call(SumAlike, y, self.group)
 
     def hook(self, stage: nn.Module, layer: LayerPlan, gather_after: bool) -> None:
-        """Slice or gather what enters the layer's modules, and gather what leaves them if the next layer needs it."""
+        """Register hooks on the modules of a layer: slice or gather their inputs as the layer needs them, and gather
+        their outputs if the next layer needs them whole."""
         if not self.plan.sequence_parallel:
             return
         enter = self._enter_sliced if is_sliced(self.plan, layer) else self._enter_whole
@@ -363,7 +366,8 @@ class _Region:
         return tree_map(self._gather, (args, kwargs))
 
     def _length(self, x: Any) -> tuple[int, int] | None:
-        """(dim, whole length) of a tensor that carries the sequence and a gradient; None for any other."""
+        """(dim, whole length) of the sequence in a tensor that has one and requires a gradient; None for any other
+        tensor."""
         if not isinstance(x, torch.Tensor) or not (x.requires_grad or not torch.is_grad_enabled()):
             return None
         shape = own_shape(x)
@@ -388,5 +392,5 @@ class _Region:
 
 
 def _before_other_hooks(module: nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
-    """Run on the module's output before anything else sees it."""
+    """Register a hook that sees the module's output before all other hooks."""
     return module.register_forward_hook(hook, prepend=True)

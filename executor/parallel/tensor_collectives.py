@@ -15,7 +15,7 @@ from ..torch_compat import all_gather_single, reduce_scatter_single
 
 
 def call(function: type[Function], x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """A collective with its gradient; marks of the tokens that are held go along."""
+    """The result of a collective with a gradient; it gets the mark of the tokens that it holds."""
     mark = mark_of(x)
     if mark is None:
         plain: torch.Tensor = function.apply(x, *args)
@@ -26,7 +26,7 @@ def call(function: type[Function], x: torch.Tensor, *args: Any) -> torch.Tensor:
 
 
 def _mark_after(function: type[Function], mark: Mark, args: tuple[Any, ...]) -> Mark:
-    """Which tokens there are after a collective; args: its dim, if it has one, and its group."""
+    """The mark of a tensor after a collective. args: the collective's dim, if it has one, and its group."""
     if not isinstance(mark, Held) or len(args) < 2 or args[0] != mark.dim:
         return mark
     group = args[1]
@@ -44,17 +44,18 @@ def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Ten
 
 
 class PendingCollective:
-    """A collective that may go on while something else is computed: where what it brings is read, it is waited for."""
+    """A collective that may still be running while something else is computed; to be waited for before its result is
+    read."""
 
     def __init__(self) -> None:
         self._under_way: tuple[dist.Work, torch.Tensor] | None = None
 
     def begin(self, work: dist.Work | None, sent: torch.Tensor) -> None:
-        """It has begun. sent: what it reads, which stays until it has arrived."""
+        """Note that a collective has begun. sent: its input, which is kept until it has ended."""
         self._under_way = None if work is None else (work, sent)
 
     def wait(self) -> None:
-        """What it brings may be read from here on."""
+        """Wait for the collective: its result may be read afterwards."""
         if self._under_way is not None:
             self._under_way[0].wait()
             self._under_way = None
@@ -63,8 +64,8 @@ class PendingCollective:
 def reduce_scatter(
     x: torch.Tensor, dim: int, group: dist.ProcessGroup, pending: PendingCollective | None = None
 ) -> torch.Tensor:
-    """This rank's slice along `dim` of the sum of all ranks' tensors; it is there once `pending`, if there is one, was
-    waited for."""
+    """This rank's slice along `dim` of the sum of all ranks' tensors. With `pending` it may be read after
+    `pending.wait()`."""
     degree = dist.get_world_size(group)
     stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(degree, dim))
     reduced = stacked.new_empty(stacked.shape[0] // degree, *stacked.shape[1:])
@@ -80,7 +81,7 @@ def own_slice(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tens
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup, pending: PendingCollective | None = None) -> torch.Tensor:
-    """The sum over ranks, as a new tensor; it is there once `pending`, if there is one, was waited for."""
+    """The sum over ranks, as a new tensor. With `pending` it may be read after `pending.wait()`."""
     total = x.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(total, group=group, async_op=pending is not None)
     if pending is not None:

@@ -40,12 +40,13 @@ def with_bias(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
 
 
 Collective = Callable[[torch.Tensor, PendingCollective | None], torch.Tensor]
-"""What columns do to their input, as it sums in backward: which may stay pending."""
+"""The collective on the input of columns; it sums in backward, where it may stay pending."""
 
 
 class SharedInput:
-    """Converts the input of columns once per tensor, though each column asks for it until `num_rows` rows (or heads)
-    of their groups are reached. delayed: the columns' weights. collective: None where all has entered already."""
+    """The input of columns after its collective, which runs once for each tensor, though every column asks for it. It
+    is forgotten once `num_rows` rows (or heads) of their groups have been reached. delayed: the columns, whose weight
+    gradients may be put off. collective: None if all inputs have entered before."""
 
     def __init__(self, collective: Collective | None, delayed: DelayedWeights, num_rows: int = 1) -> None:
         self._collective = collective
@@ -63,13 +64,14 @@ class SharedInput:
         return entered
 
     def enter_early(self, x: torch.Tensor, collective: Collective) -> torch.Tensor:
-        """x after the collective, which columns will read as it is."""
+        """x after the collective; columns will read the result without another one."""
         entered = self._delayed.enter(x, collective)
         self._entered.append((entered.tensor, entered))
         return entered.tensor
 
     def done(self) -> None:
-        """A row is reached, so the columns of its group have run; after the last one all is forgotten."""
+        """Note that a row has been reached, so that the columns of its group have run; after the last one all is
+        forgotten."""
         self._num_done += 1
         if self._num_done == self.num_rows:
             self.clear()
@@ -81,7 +83,8 @@ class SharedInput:
 
 
 def column_forward(module: nn.Module, shared: SharedInput, has_entered: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """This rank's output features. shared: what is done to the input first, unless it has entered."""
+    """The forward of a column: this rank's output features. shared: the collective on its input, unless
+    `has_entered`."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         if has_entered:
@@ -96,14 +99,15 @@ def column_forward(module: nn.Module, shared: SharedInput, has_entered: bool) ->
 def whole_forward(
     column: Callable[[torch.Tensor], torch.Tensor], own: OwnWidth
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A column's forward in a module that is shown inputs of one rank's width."""
+    """The forward of a column inside of a module whose inputs are shown with one rank's width: it reads the whole
+    input."""
     return unwatched(lambda x: column(own.whole(x)), differs=True)
 
 
 def gathered_forward(
     column: Callable[[torch.Tensor], torch.Tensor], shared: SharedInput, group: dist.ProcessGroup
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A column's forward, then all ranks' features; no row follows."""
+    """The forward of a column without a row: its features of all ranks, gathered."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = column(x)
@@ -114,7 +118,8 @@ def gathered_forward(
 
 
 def entry_forward(module: nn.Module, collective: Collective) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A whole module's forward, of whose output each rank reads what its own features need: gradients are shares."""
+    """The forward of a module that is not cut. Each rank uses only what its own features need of the output, so
+    gradients are shares, which `collective` sums."""
     forward = module.forward
     return unwatched(lambda x: collective(forward(x), None), differs=True)
 
@@ -122,7 +127,8 @@ def entry_forward(module: nn.Module, collective: Collective) -> Callable[[torch.
 def row_forward(
     module: nn.Module, shared: SharedInput, reduce: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The sum over ranks of products with their input features. reduce: sums, or sums and slices."""
+    """The forward of a row: the sum over ranks of their products. reduce: the sum, of which each rank may keep a
+    slice."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         shared.done()
@@ -197,7 +203,8 @@ def norm_forward(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def heads_forward(module: nn.Module, group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A whole embedding's forward, of whose features (one for each head) each rank goes on with its own."""
+    """The forward of an embedding that is not cut. It has a feature for each head; a rank goes on with those of its
+    heads."""
     forward = module.forward
 
     def own(indices: torch.Tensor) -> torch.Tensor:
@@ -208,7 +215,8 @@ def heads_forward(module: nn.Module, group: dist.ProcessGroup) -> Callable[[torc
 
 
 def own_heads(cut: TensorCut, group: dist.ProcessGroup) -> OwnHeads:
-    """Hooks of the cut's door: inside there is this rank's share of what has a row for each head."""
+    """Hooks of the module around a cut that is given tensors with a row for each head: inside it sees this rank's
+    rows."""
     take = unwatched(lambda x, dim: call(Slice, x, dim, group), differs=True)
     join = unwatched(lambda x, dim: call(GatherAlike, x, dim, group), differs=False)
     return OwnHeads(cut, take, join)

@@ -27,7 +27,7 @@ class ParameterCut:
         return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].contiguous()
 
     def rows(self, rank: int) -> list[range]:
-        """Where one rank's slices lie along `dim`, in the order of its shard."""
+        """Ranges along `dim` of the whole parameter that one rank holds, in the order of its shard."""
         ends = accumulate(self.parts)
         starts = [end - part + rank * (part // self.degree) for end, part in zip(ends, self.parts, strict=True)]
         return [range(start, start + part // self.degree) for start, part in zip(starts, self.parts, strict=True)]

@@ -1,4 +1,4 @@
-"""Logits that stay cut by their classes up to the loss, which tensor-parallel ranks compute between them."""
+"""Logits that stay cut by classes up to the loss, which the tensor-parallel ranks compute together."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -45,8 +45,8 @@ _APART = "keeps_logits_apart"
 def apart_forward(
     column: Callable[..., torch.Tensor], shared: SharedInput, group: dist.ProcessGroup
 ) -> Callable[..., torch.Tensor]:
-    """A column's forward, whose features are known as logits of which every rank has some classes. A watch takes them
-    for what they stand for, which is alike on all ranks."""
+    """A column's forward, whose result is marked as logits with this rank's share of the classes. For a watch over what
+    differs between ranks it is alike on all of them, as the whole logits are."""
     ranks = RanksOfGroup(group)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -60,6 +60,6 @@ def apart_forward(
 
 
 def keeps_logits_apart(module: nn.Module) -> bool:
-    """Whether a module has one inside that makes such logits, so that what it does with them must be followed."""
+    """Whether such logits are made inside of a module, so that what the module does with them must be followed."""
     inside = (inner.__dict__.get("forward") for inner in module.modules() if inner is not module)
     return any(hasattr(forward, _APART) for forward in inside)

@@ -31,7 +31,8 @@ from .optimizers import JoinedOptimizers, MakeOptimizer, joined, keep_attributes
 
 
 def looks_at_whole_matrices(optimizer: Optimizer) -> Literal["yes", "no"] | str:
-    """ "yes", "no", or why that cannot be tried."""
+    """Whether an optimizer's step of a matrix differs from the steps of its parts: "yes", "no", or in a sentence why
+    that cannot be tried."""
     for one in joined(optimizer):
         for group in one.param_groups:
             for ndim in sorted({p.dim() for p in group["params"] if p.requires_grad}):
@@ -84,15 +85,16 @@ def steps_shards(optimizer: Optimizer) -> bool:
 
 
 _OTHERWISE = 30.0
-"""Factor of one parameter's gradient in a trial: far enough to change any norm of all, and no power of two."""
+"""Factor of one parameter's gradient in a trial of whether it changes the steps of others: large enough to change a
+norm over all of them, and no power of two."""
 
 _TRIED_SHAPE = (4, 6, 2, 2, 2, 2)
-"""Of a parameter in such a trial, as many dims as it has: small, and no square."""
+"""Shape of a parameter in such a trial, cut to as many dims as the real one has: small, and not square."""
 
 
 def couples_parameters(optimizer: Optimizer) -> bool:
-    """Whether a step of one parameter depends on the gradients of others (a norm of all, a rate that is learned from
-    all), as far as trial steps tell in which the gradient of one parameter is another one."""
+    """Whether the step of one parameter depends on the gradients of others (a norm over all, a learning rate that all
+    of them determine), as far as trial steps show it in which one parameter's gradient is changed."""
     inner = optimizer.optimizers if isinstance(optimizer, JoinedOptimizers) else [optimizer]
     return any(_is_coupled(one) for one in inner)
 
@@ -123,17 +125,18 @@ def _is_coupled(optimizer: Optimizer) -> bool:
 
 
 def _like(value: Any, parameter: nn.Parameter) -> Any:
-    """A number, or a constant tensor, of an optimizer's state, for another parameter."""
+    """A value of an optimizer's state made for another parameter: a number as it is, a tensor filled with its first
+    element."""
     if not isinstance(value, torch.Tensor) or not value.dim():
         return copy.deepcopy(value)
     own = value.to_local() if isinstance(value, DTensor) else value
-    return torch.full_like(parameter, own.flatten()[:1].sum().item())  # of a rank without a share: 0
+    return torch.full_like(parameter, own.flatten()[:1].sum().item())  # 0 on a rank without a share
 
 
 def _stepped(
     optimizer: Optimizer, options: dict[str, Any], start: torch.Tensor, gradients: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """A parameter after steps of a copy of the optimizer."""
+    """A parameter after steps of a copy of the optimizer, one for each gradient."""
     return _all_stepped(optimizer, [(options, [start])], [[gradient] for gradient in gradients])[0][0]
 
 
@@ -163,8 +166,8 @@ def _all_stepped(
 
 
 def _copied(optimizer: Optimizer) -> Optimizer:
-    """An optimizer without parameters, with what numbers, words and functions the given one has written on itself
-    (which torch leaves out of copies)."""
+    """A copy of an optimizer without parameters and states. Numbers, words and functions that it has as attributes, and
+    that torch leaves out of copies, are copied, too."""
     own = copy.copy(optimizer)
     leaves = {name: tree_leaves(value) for name, value in vars(optimizer).items() if name not in vars(own)}
     for name, found in leaves.items():
@@ -180,7 +183,7 @@ def _copied(optimizer: Optimizer) -> Optimizer:
 
 
 def _is_divided(model: AppliedModel) -> bool:
-    """Whether this rank has parts of parameters only."""
+    """Whether this rank holds only parts of some parameters."""
     return bool(model.experts or model.layout.cuts) or any(
         isinstance(p, DTensor)
         and any(n > 1 and at.is_shard() for n, at in zip(p.device_mesh.shape, p.placements, strict=True))
@@ -189,8 +192,8 @@ def _is_divided(model: AppliedModel) -> bool:
 
 
 def whole_tensor(model: AppliedModel, mesh: RankMesh, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a parameter, or of what is divided as it is, of which ranks of this stage hold shards. All of those
-    must call it."""
+    """The whole of a parameter, or of a tensor that is divided like it, from the shards of the ranks of this stage. All
+    of these ranks must call it."""
     if name in model.experts:
         assert isinstance(tensor, DTensor)
         return model.experts[name].whole(tensor.full_tensor(), mesh.expert_mesh.get_group("expert"))
@@ -252,8 +255,8 @@ def whole_rows(
 def _rows_of_shards(
     mesh: RankMesh, tensor: torch.Tensor
 ) -> tuple[torch.Tensor, dist.ProcessGroup | None, list[int]] | None:
-    """(this rank's rows, the group that holds the others, [rank of it] -> the how-manieth rows it has); None if ranks
-    hold no rows."""
+    """(this rank's rows, the group of ranks that hold the others, [rank of the group] -> its place in the order of
+    rows); None if shards are not made of whole rows."""
     if not isinstance(tensor, DTensor):
         return tensor, None, [0]
     if any(not (at.is_shard(0) or at.is_replicate()) for at in tensor.placements):
@@ -266,7 +269,8 @@ def _rows_of_shards(
 
 
 def _placed(ranges: Sequence[range], first: int, rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Rows of a tensor rank, from its `first` on, by where they lie in the whole. ranges: where all of its rows lie."""
+    """(place in the whole, rows) for rows of a tensor rank, the first of which is its row number `first`. ranges: where
+    the rank's rows lie in the whole."""
     begin = 0
     for where in ranges:
         low, high = max(first, begin), min(first + rows.shape[0], begin + len(where))
@@ -287,11 +291,12 @@ def whole_size(model: AppliedModel, name: str, p: nn.Parameter) -> torch.Size:
 
 
 class WholeMatrices:
-    """What the optimizer is given instead of shards. Every rank must make one, and call its methods together.
+    """What the optimizer is given instead of shards. Every rank must make one, and call its methods together with the
+    others.
 
-    parameters: name -> the whole of a parameter that this rank owns, on the device or, if the plan has the optimizer
-    there, on the host; of others something of its shape without memory, which never has a gradient, so that all ranks
-    make the same parameter groups.
+    parameters: name -> the whole parameter if this rank owns it, on the device, or on the host if the plan offloads the
+    optimizer. For a parameter that another rank owns, a tensor of its shape without memory, which never has a gradient:
+    so all ranks make the same parameter groups.
     """
 
     def __init__(self, model: AppliedModel, plan: Plan, mesh: RankMesh) -> None:
@@ -338,11 +343,11 @@ class WholeMatrices:
             if self.owns(name):
                 whole = own.detach().to(self._mesh.device)
             dist.broadcast(whole, self._mesh.processes[self._owners[name]], group=self._group)
-            own.grad = None  # it has done its work, and is as large as the matrix
+            own.grad = None  # it is not needed any more, and as large as the matrix
             _own_part(p).copy_(self._part(name, p, whole))
 
     def _part(self, name: str, p: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a whole parameter."""
+        """This rank's shard of a whole tensor that is divided like the parameter `name`."""
         cut = self._model.cut(name)
         if name in self._model.without_dims:
             whole = whole.view(1)
@@ -387,7 +392,8 @@ def prepare_optimizer(
 
 
 def _check_coupling(optimizer: Optimizer, model: AppliedModel, plan: Plan, mesh: RankMesh) -> None:
-    """Raise ValueError, on every rank, if a step of one parameter depends on others that another rank has."""
+    """Raise ValueError, on every rank, if the step of one parameter depends on others and ranks hold only some
+    parameters or parts of them."""
     degrees = plan.degrees
     if degrees.pipeline == 1 and mechanism(plan) != "fsdp" and degrees.tensor == 1:
         return
@@ -405,7 +411,7 @@ def _check_coupling(optimizer: Optimizer, model: AppliedModel, plan: Plan, mesh:
 def _sees_whole_matrices(
     optimizer: Optimizer, model: AppliedModel, plan: Plan, mesh: RankMesh, whole: bool | None
 ) -> bool:
-    """Whether an optimizer has to be given whole matrices; all ranks agree."""
+    """Whether an optimizer must be given whole matrices. All ranks get the same answer."""
     if whole is False or (mechanism(plan) != "fsdp" and plan.degrees.tensor == 1):
         return False
     found = "no" if not _is_divided(model) else "yes" if whole else looks_at_whole_matrices(optimizer)
@@ -424,7 +430,7 @@ def _sees_whole_matrices(
 
 
 def _stage_ranks(plan: Plan, mesh: RankMesh) -> tuple[dist.ProcessGroup | None, list[int]]:
-    """(group, ranks of the plan) of this rank's pipeline position; None: of all ranks."""
+    """(group, ranks of the plan) of this rank's place in the pipeline. The group is None if that is all ranks."""
     if plan.degrees.pipeline == 1:
         return None, list(range(plan.degrees.num_devices))
     ranks: list[list[int]] = [[] for _ in range(plan.degrees.pipeline)]

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 
 class _ReadWithoutDims:
-    """A parameter of one element, as its module reads it. A shard stays what it is: fully_shard looks for it under the
-    parameter's name, and nobody can compute with it."""
+    """Lets a module read a parameter of one element without dims. A shard is returned as it is: fully_shard looks for
+    it under the parameter's name, and nobody can compute with it."""
 
     def __init__(self, name: str) -> None:
         self._name = name

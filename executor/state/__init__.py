@@ -1,1 +1,1 @@
-"""Numbers of a stage: how they begin, are read from trained weights, saved, and resumed under another plan."""
+"""Numbers of a stage: initial values, loading trained weights, saving, and resuming under another plan."""

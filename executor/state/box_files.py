@@ -39,7 +39,8 @@ from .checksums import CheckedWriter, DamagedError
 
 
 class Writes(DefaultSavePlanner):
-    """Writes boxes and objects, which are packed at once; what several ranks hold is written by one of them."""
+    """Plans to write boxes and objects. Objects are packed at once; a box that several ranks hold is written by one of
+    them."""
 
     def __init__(self, found: list[Box], objects: Mapping[str, Any]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -47,7 +48,7 @@ class Writes(DefaultSavePlanner):
         self._objects = {key: _packed(value) for key, value in objects.items()}
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank could write."""
+        """All items that this rank could write."""
         tensors = [
             WriteItem(
                 index,
@@ -64,14 +65,14 @@ class Writes(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The numbers of an item."""
+        """The data of an item to write."""
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._objects[write_item.index.fqn])
         return self._boxes[write_item.index].tensor
 
 
 class Reads(LoadPlanner):
-    """Reads boxes in place, and objects into `objects`."""
+    """Plans to read boxes in place, and objects into `objects`."""
 
     def __init__(self, wanted: dict[MetadataIndex, Box], objects: set[str]) -> None:
         self._boxes = wanted
@@ -81,12 +82,12 @@ class Reads(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the checkpoint's table of contents."""
+        """Note the checkpoint's table of contents."""
         assert metadata is not None
         self._saved = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """What to read: of every saved box the part that lies in one of ours."""
+        """All items to read: the parts of saved boxes that lie in boxes of this rank, and the wanted objects."""
         items: list[ReadItem] = []
         for box in self._boxes.values():
             entry = self._saved[box.key]
@@ -99,32 +100,32 @@ class Reads(LoadPlanner):
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Each rank reads what it wants."""
+        """The plans of all ranks, unchanged: each reads what it wants."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """This rank's part of the plan as it is."""
+        """The plan of this rank, unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Keep an object."""
+        """Keep an object that was read."""
         self.objects[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Where a part of a box goes."""
+        """The part of a box that an item is read into."""
         part = self._boxes[read_item.dest_index].tensor
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             part = part.narrow(dim, start, length)
         return part
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """It was copied in place."""
+        """Nothing: the item was read in place."""
 
 
 def write_boxes(folder: Path, planned: Writes, group: dist.ProcessGroup | None) -> None:
-    """Write what every rank of a group (None: this one alone) has planned. All of them must call it.
+    """Write what all ranks of a group (None: this rank alone) have planned. All of them must call it.
 
-    Raises RuntimeError on every rank if one of them cannot.
+    Raises RuntimeError on every rank if one of them cannot write.
     """
     try:
         with _alone(group is None):
@@ -135,23 +136,23 @@ def write_boxes(folder: Path, planned: Writes, group: dist.ProcessGroup | None) 
                 process_group=group,
                 no_dist=group is None,
             )
-    except CheckpointException as error:  # its words are a traceback
+    except CheckpointException as error:  # its message is a traceback
         first = min(error.failures)
         cause = error.failures[first][0]
         raise RuntimeError(f"rank {first}: {type(cause).__name__}: {cause}") from error
 
 
 def read_boxes(reader: StorageReader, wanted: list[Box], objects: Iterable[str] = ()) -> dict[str, Any]:
-    """Fill boxes with what was saved of them; key -> object that was saved under it.
+    """Fill boxes with their saved numbers. Returns key -> saved object, for the keys in `objects`.
 
-    Raises DamagedError if the reader is a checked one and finds other bytes than were saved.
+    Raises DamagedError if a checked reader finds other bytes than were saved.
     """
     once = {box.index: box for box in wanted}
     reads = Reads(once, set(objects))
     try:
         with _alone(True):
             load_distributed({}, storage_reader=reader, planner=reads, no_dist=True)
-    except CheckpointException as error:  # its words are a traceback
+    except CheckpointException as error:  # its message is a traceback
         cause = next(iter(error.failures.values()))[0]
         if isinstance(cause, DamagedError):
             raise cause from None
@@ -164,7 +165,7 @@ def read_boxes(reader: StorageReader, wanted: list[Box], objects: Iterable[str] 
 
 @contextmanager
 def _alone(is_alone: bool) -> Iterator[None]:
-    """torch warns that there is only one process, though it was told so."""
+    """While it lasts, torch does not warn that only one process writes or reads, if `is_alone`."""
     with warnings.catch_warnings():
         if is_alone:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -1,4 +1,4 @@
-"""Which parts of whole tensors a rank holds, in whole-tensor terms."""
+"""Boxes: the parts of whole tensors that a rank holds."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from ..parallel.tensor_layout import ParameterCut
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a whole tensor, and this rank's memory of it."""
+    """A part of a whole tensor. offsets: where it begins in the whole. tensor: this rank's memory of it."""
 
     key: str
     whole: torch.Size
@@ -21,22 +21,22 @@ class Box:
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """Where it lies in the whole."""
+        """Where the box lies in the whole tensor."""
         return ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.shape)
 
     @property
     def index(self) -> MetadataIndex:
-        """Its name in the checkpoint."""
+        """The key of the box in a checkpoint."""
         return MetadataIndex(self.key, torch.Size(self.offsets))
 
 
 def boxes(
     key: str, tensor: torch.Tensor, cut: ParameterCut | None, tensor_rank: int, shard_rank: int, num_shards: int
 ) -> list[Box]:
-    """The parts of a whole tensor that a rank's shard consists of.
+    """The boxes of a whole tensor that make up this rank's shard.
 
-    tensor: what tensor parallelism left to this tensor rank, or a DTensor of fully_shard, which divides that along one
-    dim. A fused weight is cut part by part, so that a shard of it is several boxes.
+    tensor: what tensor parallelism has left on this tensor rank, or a DTensor of fully_shard, which divides that along
+    one dim. A fused weight is cut part by part, so its shard has several boxes.
     """
     gathered = tuple(tensor.shape)
     offsets = [0] * len(gathered)

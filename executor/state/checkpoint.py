@@ -56,9 +56,10 @@ class Checkpoints:
     def save(
         self, folder: Path, progress: Progress, stateful: Mapping[str, Stateful], wait: bool, keep: int | None
     ) -> None:
-        """Write a checkpoint; with wait=False only until the numbers are copied, the rest beside what follows.
+        """Write a checkpoint. With wait=False it returns when the numbers are copied, and the rest is written beside
+        what follows.
 
-        Raises what went wrong with the last one that was not waited for.
+        Raises the error of the last checkpoint, if that was not waited for.
         """
         self.wait()
         self.lock(folder)
@@ -86,7 +87,7 @@ class Checkpoints:
         atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
-        """Let a script that ends without `close` end with its last checkpoint, or fail with it."""
+        """Wait for the last checkpoint of a script that ends without `close`; if it fails, the script fails, too."""
         try:
             self.wait()
         except BaseException:
@@ -95,7 +96,7 @@ class Checkpoints:
             os._exit(1)  # Python would end as if nothing were wrong
 
     def wait(self) -> None:
-        """Return when no checkpoint is being written any more. Raises what went wrong with it."""
+        """Wait until no checkpoint is being written. Raises its error, if it failed."""
         if self._writing is not None:
             with nullcontext() if self._watch is None else self._watch.seeing(self._writing):
                 self._writing.join()
@@ -106,10 +107,10 @@ class Checkpoints:
             raise error
 
     def load(self, folder: Path, stateful: Mapping[str, Stateful]) -> Progress:
-        """Take over a checkpoint: all numbers, the optimizer, random states, and `stateful`.
+        """Restore a checkpoint: all numbers, the optimizer, random states, and `stateful`.
 
-        folder: of one checkpoint. Raises ValueError on every rank if it is not of this model, and DamagedError if it is
-        not what was saved; that names the last checkpoint that is.
+        folder: that of one checkpoint. Raises ValueError on every rank if it is of another model, and DamagedError if
+        it is not as it was saved; that names the last checkpoint that is.
         """
         outcome: Progress | Exception
         try:
@@ -128,7 +129,7 @@ class Checkpoints:
         return outcome
 
     def _way_out(self, damaged: Path) -> str:
-        """Which checkpoint before a damaged one is whole; the ranks look through it together."""
+        """A sentence that names the last good checkpoint before a damaged one; all ranks together check them."""
         everything = complete_checkpoints(damaged.parent)
         earlier = everything[: everything.index(damaged)] if damaged in everything else everything
         for folder in reversed(earlier):
@@ -141,13 +142,13 @@ class Checkpoints:
         return f"No checkpoint before it in {damaged.parent} is whole"
 
     def latest(self, folder: Path) -> Path | None:
-        """The last complete checkpoint of a run's folder, as the first rank sees it."""
+        """The last complete checkpoint in a run's folder, as the first rank sees it."""
         return self.from_first(lambda: latest_checkpoint(folder))  # type: ignore[no-any-return]
 
     def lock(self, folder: Path, make: bool = True) -> None:
-        """Keep other jobs out of a run's folder until `close`. Raises ValueError on every rank if one is in it.
+        """Keep other jobs out of a run's folder until `close`. Raises ValueError on every rank if another job is in it.
 
-        make: whether to make the folder, too, if it is not there.
+        make: whether to make the folder if it does not exist.
         """
 
         def lock() -> None:
@@ -158,8 +159,8 @@ class Checkpoints:
         self.from_first(lock)
 
     def buffers_elsewhere(self) -> set[str]:
-        """Buffers that count on another pipeline stage: each has those of the whole model, but only what runs on a
-        stage writes into its own (running statistics). All ranks must call it."""
+        """Names of buffers that another pipeline stage writes. Every stage has all buffers of the model, but only the
+        stage whose modules write into one (running statistics) has its true value. All ranks must call it."""
         if self._plan.degrees.pipeline == 1:
             return set()
         position = self._mesh.coordinates["pipeline"]
@@ -168,7 +169,8 @@ class Checkpoints:
         return {name for other, names in claims for name in names if name not in own or other > position}
 
     def gathered(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """What all ranks have, on the plan's first rank; nothing on the others. On the CPU, whatever they train on."""
+        """The states of all ranks on the plan's first rank; [] on the others. They are sent over the CPU, whatever the
+        ranks train on."""
         self.wait()
         if self._group is None:
             return [state]
@@ -178,7 +180,7 @@ class Checkpoints:
         return found or []
 
     def close(self) -> None:
-        """End what is being written, and let other jobs into the folders."""
+        """Wait for what is being written, and let other jobs into the folders."""
         try:
             self.wait()
         finally:
@@ -197,7 +199,7 @@ class Checkpoints:
         self.from_first(lambda: _finish(partial, keep))
 
     def _begin(self, folder: Path, progress: Progress) -> Path:
-        """A folder for what is not complete yet; those that others have left behind are removed."""
+        """Make the folder of a checkpoint that is not complete yet, and remove those that others have left behind."""
         self._locks[folder].check()
         for old in [*folder.glob(f"{_PARTIAL}*"), *folder.glob(f"{_DISCARDED}*")]:
             shutil.rmtree(old)
@@ -251,7 +253,7 @@ class Checkpoints:
         return progress
 
     def from_first(self, act: Callable[[], Any]) -> Any:
-        """What the first rank finds, or raises."""
+        """The result of `act` on the first rank, on all ranks; its error is raised on all of them."""
         box: list[Any] = [None, None]
         if self._mesh.rank == 0:
             try:
@@ -265,7 +267,7 @@ class Checkpoints:
         return box[0]
 
     def on_all(self, value: Any) -> list[Any]:
-        """[process] -> its value, on all ranks."""
+        """[process] -> its value; on all ranks, which must all call it."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self._plan.degrees.num_devices
@@ -274,8 +276,8 @@ class Checkpoints:
 
 
 def _finish(partial: Path, keep: int | None) -> None:
-    """Let a complete checkpoint appear under its name, and remove all but the last `keep`. Raises RuntimeError if files
-    of other ranks are not here."""
+    """Give a complete checkpoint its name, and remove all but the last `keep`. Raises RuntimeError if files of other
+    ranks are not in the folder."""
     reader = CheckedReader(partial, required=True)
     try:
         reader.check_documents()

@@ -12,10 +12,10 @@ _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
 class DataPlace(Frozen):
-    """Where a loader of training data stands."""
+    """The place in the data that a loader of training data has reached."""
 
     data: str = ""
-    """What it reads, in words."""
+    """The data that it reads, in words."""
     epoch: NonNegativeInt = 0
     samples: NonNegativeInt = 0
     """Samples of this epoch that all ranks together have taken."""
@@ -33,9 +33,9 @@ class Progress(Document):
     samples: NonNegativeInt = 0
     """Samples of this epoch that all ranks together have taken."""
     data: str = ""
-    """What was read, in words."""
+    """The data that was read, in words."""
     others: tuple[DataPlace, ...] = ()
-    """Where further loaders stand that are read in turns with the first."""
+    """Places of further loaders that are read in turns with the first one."""
     checksums: bool = False
     """Whether the checkpoint was saved with checksums."""
 
@@ -54,7 +54,8 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def read_progress(folder: Path) -> Progress:
-    """How far the run had come. Raises ValueError if the folder is no checkpoint that this version reads."""
+    """The progress of the run at a checkpoint. Raises ValueError if the folder is not a checkpoint that this version
+    reads."""
     try:
         return Progress.load(folder / "state.json")
     except ValueError as error:

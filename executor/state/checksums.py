@@ -24,11 +24,11 @@ _BLOCK_BYTES = 2**24
 
 
 class DamagedError(ValueError):
-    """A checkpoint is not any more what was saved; the message names the file, and the tensor in it."""
+    """A checkpoint is no longer as it was saved. The message names the file, and the tensor in it."""
 
 
 class CheckedWriter(FileSystemWriter):
-    """Writes checksums beside what it writes. They are of what can be read back, not of what was to be written."""
+    """Writes checksums beside the data. They are sums of what is read back from disk, not of what was to be written."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items, and sum them up."""
@@ -44,7 +44,7 @@ class CheckedWriter(FileSystemWriter):
         return summed
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the table of contents of all ranks, and the checksums."""
+        """Write the table of contents of all ranks, and all checksums."""
         items: dict[str, list[tuple[int, int, int]]] = {}
         for result in (r for of_rank in results for r in of_rank):
             place, found = result.storage_data
@@ -60,9 +60,9 @@ class CheckedWriter(FileSystemWriter):
 
 
 class CheckedReader(FileSystemReader):
-    """Reads a folder of torch.distributed.checkpoint, and checks what it reads where there are checksums.
+    """Reads a folder of torch.distributed.checkpoint, and checks everything that it reads and that has a checksum.
 
-    Raises DamagedError for what is not as it was written. required: the folder was saved with checksums.
+    Raises DamagedError for what is not as it was written. required: the folder must have checksums.
     """
 
     def __init__(self, folder: Path, required: bool = False) -> None:
@@ -78,14 +78,14 @@ class CheckedReader(FileSystemReader):
             raise DamagedError(f"{folder / CHECKSUMS} is missing, though the checkpoint was saved with it")
 
     def check_documents(self) -> None:
-        """Check the files that are no boxes."""
+        """Check the documents: all files that hold no boxes."""
         for name, (size, found) in self._files.items():
             self._check_size(name, size)
             if _size_and_sum(self._folder / name)[1] != found:
                 raise DamagedError(f"{self._folder / name} is damaged: its checksum is not the one that was saved")
 
     def check_sizes(self) -> None:
-        """Check that all files with boxes are there in full length. After check_documents."""
+        """Check that all files with boxes are there in full length. To be called after check_documents."""
         sizes: dict[str, int] = {}
         for (name, _), (length, _) in self._items.items():
             sizes[name] = sizes.get(name, 0) + length
@@ -99,7 +99,8 @@ class CheckedReader(FileSystemReader):
         return metadata
 
     def check_items(self, but: tuple[str, ...], first: int, step: int) -> None:
-        """Check every `step`-th item from `first` on, without those whose keys begin so. After read_metadata."""
+        """Check every `step`-th item from number `first` on, without items whose keys begin with one of `but`. To be
+        called after read_metadata."""
         wanted = sorted(
             ((place.relative_path, place.offset), place)
             for index, place in self.storage_data.items()
@@ -135,12 +136,12 @@ class CheckedReader(FileSystemReader):
             raise DamagedError(f"{path} is missing: the checkpoint was saved with it")
         if (found := path.stat().st_size) == size:
             return
-        lost = f", and {names} with the rest" if (names := self._behind(name, found)) else ""
+        lost = f", and {names} with the rest" if (names := self._lost_beyond(name, found)) else ""
         what = "is cut off" if found < size else "has grown"
         raise DamagedError(f"{path} {what}: it has {found:,} bytes, {size:,} were saved{lost}")
 
-    def _behind(self, name: str, size: int) -> str:
-        """What lay in a file beyond so many bytes, as far as that can be told."""
+    def _lost_beyond(self, name: str, size: int) -> str:
+        """Names of what lay in a file beyond so many bytes; '' if that cannot be told."""
         if name not in {file for file, _ in self._items}:
             return ""
         try:
@@ -168,9 +169,10 @@ class CheckedReader(FileSystemReader):
 
 
 def damage_in(folder: Path, first: int, step: int) -> str | None:
-    """What is damaged in every `step`-th item of a checkpoint, from `first` on, or in what lies beside them; else None.
+    """What is damaged in a checkpoint, in words; None if nothing is found. Of its items, every `step`-th is checked,
+    from number `first` on.
 
-    None, too, of a checkpoint of before there were checksums.
+    None also for a checkpoint that was saved without checksums.
     """
     try:
         reader = CheckedReader(folder)

@@ -29,22 +29,22 @@ class Stateful(Protocol):
     """What can be saved with a checkpoint: a learning-rate scheduler, averaged weights."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What there is to save."""
+        """The state to save."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was saved."""
+        """Restore a saved state."""
         ...
 
 
 def is_of_data_rank(source: Stateful) -> bool:
-    """Whether a source knows where its data rank is in the data: a StatefulDataLoader of torchdata."""
+    """Whether a source belongs to one data rank and knows its place in the data: a StatefulDataLoader of torchdata."""
     module = sys.modules.get("torchdata.stateful_dataloader")  # whoever has one has imported it
     return module is not None and isinstance(source, module.StatefulDataLoader)
 
 
 def loader_state(name: str, source: Stateful) -> Any:
-    """A copy of what a data loader saves. Raises ValueError if it could not be read again."""
+    """A copy of a data loader's state. Raises ValueError if a checkpoint could not be read with it."""
     buffer = io.BytesIO()
     torch.save(source.state_dict(), buffer)
     buffer.seek(0)
@@ -59,7 +59,7 @@ def loader_state(name: str, source: Stateful) -> Any:
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter or buffer of this rank. name: in the whole model; own_name: as it is called here."""
+    """A parameter or buffer of this rank. name: its name in the whole model. own_name: its name on this rank."""
 
     name: str
     own_name: str
@@ -68,18 +68,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Extra:
-    """What one source saves. tree: its state_dict without the tensors that are like parameters, which are `shards`."""
+    """What one source saves. tree: its state_dict, without tensors that are divided like parameters. shards: (path in
+    the tree, parameter, tensor) of these."""
 
     tree: Any
     shards: list[tuple[str, Place, torch.Tensor]]
 
     def digests(self) -> dict[str, str]:
-        """Where in the tree -> what tells apart two values that are there."""
+        """Path in the tree -> hash of the value there."""
         return {path: hashlib.sha256(_packed(leaf)).hexdigest() for path, leaf in _leaves(self.tree, "")}
 
 
 def extra_of(source: Stateful, parameters: list[Place], buffers: list[Place], prefix: str) -> Extra:
-    """What a source saves of this rank. prefix: what stands before own names in the trainer's model."""
+    """What a source saves on this rank. prefix: stands before names of parameters in the trainer's model."""
     shards: list[tuple[str, Place, torch.Tensor]] = []
     known = {place.own_name: place for place in (*buffers, *parameters)}
 
@@ -112,7 +113,8 @@ def extra_of(source: Stateful, parameters: list[Place], buffers: list[Place], pr
 
 
 def check_alike(name: str, extra: Extra, gathered: Callable[[Any], list[Any]]) -> None:
-    """Raise ValueError, on every rank, if what is saved once is not the same on all. gathered: [rank] -> value."""
+    """Raise ValueError, on every rank, if what is saved only once is not the same on all ranks. gathered: returns
+    [rank] -> value."""
     own = extra.digests()
     if len(set(gathered(hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest()))) == 1:
         return
@@ -129,14 +131,14 @@ def check_alike(name: str, extra: Extra, gathered: Callable[[Any], list[Any]]) -
 
 
 def extra_key(name: str, path: str, place: Place) -> str:
-    """Under which name a checkpoint holds a tensor."""
+    """The key of a tensor in the checkpoint."""
     return f"more.{name}:{path}:{place.name}"
 
 
 class Refill:
-    """A saved tree to be given back to a source, once its boxes are read. boxes: where to read to.
+    """A saved tree that is restored to a source after its boxes were read. boxes: to be read into.
 
-    make_boxes: (key, place, tensor like the place's) -> its boxes.
+    make_boxes: (key, place, tensor that is divided like the place's) -> its boxes.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class Refill:
         self._tree = self._walk(tree, source.state_dict() if _has_mark(tree) else None, "")
 
     def give(self) -> None:
-        """Hand the tree over."""
+        """Restore the source from the tree."""
         self._source.load_state_dict(self._tree)
 
     def _walk(self, node: Any, now: Any, path: str) -> Any:
@@ -199,7 +201,7 @@ class Refill:
 
 
 def like_place(value: torch.Tensor, place: Place) -> torch.Tensor:
-    """A tensor as the place's is: a shard that was given as it lies here becomes one of the whole."""
+    """A tensor, made a shard of the whole in the way that the place's tensor is."""
     own = place.tensor
     if not isinstance(own, DTensor) or isinstance(value, DTensor):
         return value.detach()
@@ -209,7 +211,8 @@ def like_place(value: torch.Tensor, place: Place) -> torch.Tensor:
 
 
 def _named(key: Any, value: Any, known: Mapping[str, Place], prefix: str) -> tuple[str, bool, Place] | None:
-    """(what stands before the name, whether that is followed by the prefix, the place) of an entry, if it is of one."""
+    """(lead, whether the prefix follows it, place) if an entry is a tensor for a place: its key is the lead, perhaps
+    the prefix, and the place's name. None for any other entry."""
     if not isinstance(key, str) or not isinstance(value, torch.Tensor):
         return None
     for lead in _LEADS:
@@ -267,5 +270,5 @@ def _packed(value: Any) -> bytes:
 
 
 def places_of(named: Mapping[str, nn.Parameter | torch.Tensor], first: Mapping[str, str]) -> list[Place]:
-    """Places of tensors by their names here. first: name -> the first of the names of a tied tensor."""
+    """A place for each of these tensors. first: name of a tied tensor -> the first of its names."""
     return [Place(first.get(name, name), name, tensor) for name, tensor in named.items()]

@@ -1,4 +1,4 @@
-"""Copies of a GPU's numbers that are written beside the steps that follow."""
+"""Copies of a GPU's numbers in the host's memory, which are written to disk beside the steps that follow."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,16 +10,16 @@ from .boxes import Box
 
 
 class HostCopies:
-    """Copies of boxes in the memory of the host: of a GPU in pinned pages, which stay for the next save, because it
-    fills them beside its work, and because to pin them takes long."""
+    """Copies of boxes in the host's memory. Those of a GPU's boxes are in pinned pages, which the GPU fills beside its
+    other work, and which are kept for the next save, because pinning takes long."""
 
     def __init__(self) -> None:
         self._pages: dict[MetadataIndex, torch.Tensor] = {}
 
     def take(self, found: list[Box]) -> tuple[list[Box], Callable[[], None]]:
-        """(copies, what returns once they are made); what is launched afterwards does not change them.
+        """(copies, a function that returns once they are made). What is launched afterwards does not change them.
 
-        Those of the time before are written over.
+        The copies of the last call are overwritten.
         """
         copies = [replace(box, tensor=self._copy(box)) for box in found]
         if not any(is_on_gpu(box.tensor) for box in found):
@@ -39,10 +39,10 @@ class HostCopies:
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether a copy of it can be made beside what the host does."""
+    """Whether a tensor is on a GPU, which can copy it while the host does something else."""
     return tensor.is_cuda
 
 
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory of the host that a GPU writes to by itself."""
+    """A pinned tensor in the host's memory, which a GPU can write to by itself."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -28,24 +28,25 @@ from ..parallel.without_dims import read_without_dims
 from ..torch_compat import replaced_truncated_normal
 
 BUILD_LIMIT_BYTES = 4 * 2**30
-"""Models up to this size, counted in fp32, are built whole on the CPU of every rank."""
+"""A model up to this size, counted in fp32, is built whole on the CPU of every rank."""
 
 BLOCK_ELEMENTS = 2**18
-"""Larger parameters of large models are made in blocks of so many elements (1 MiB in fp32), whole rows each, by a seed
-of each block: a rank makes only those that it holds rows of."""
+"""Parameters of large models with more elements are made in blocks of whole rows, about so many elements (1 MiB in
+fp32) each, with a seed for each block: a rank makes only blocks of which it holds rows."""
 
 _ALIKE = ("normal_", "uniform_", "fill_", "zero_", "mul_", "add_", "sub_", "div_", "clamp_", "_no_grad_trunc_normal_")
 _MAKERS = ("empty", "empty_strided", "zeros", "ones", "full", "rand", "randn")
-"""Functions that treat all elements alike, so that a block of rows can be filled, or made, by itself."""
+"""Functions that make all elements alike, so that a block of rows can be made by itself."""
 
 
 @dataclass
 class Values:
-    """Initial values by original name: every rank can ask for any of them, and gets the same.
+    """Initial values of a model by original names. Every rank can ask for any of them, and gets the same.
 
-    attributes: what else a model holds, by its place (see HeldTensors).
-    blocks: a parameter's rows of a range, in order, in tensors that need not all be there at once; None: as slices of
-    the whole.
+    attributes: place -> tensor, for what else a model holds (see HeldTensors).
+
+    blocks: a range of a parameter's rows, in order, in tensors that need not all be in memory at once; None: they are
+    slices of the whole parameter.
     """
 
     parameter: Callable[[str], torch.Tensor]
@@ -107,12 +108,13 @@ def initial_values(model_fn: Callable[[], nn.Module], is_large: bool, seed: int)
 
 
 def empty_values(model_fn: Callable[[], nn.Module], model: nn.Module, loaded: set[str], seed: int) -> Values:
-    """Memory without numbers for the parameters that will be loaded, and initial values of a large model for others.
+    """Values for a model that is not built whole: memory without numbers for parameters that will be loaded, and for
+    others the initial values of a large model.
 
-    model: on the meta device. loaded: names of parameters. The model is never whole.
+    model: on the meta device. loaded: names of parameters.
     """
     buffers, attributes = _without_parameters(model_fn)
-    if any(made.is_meta for made in attributes.values()):  # of modules that are not registered, which are not loaded
+    if any(made.is_meta for made in attributes.values()):  # those of unregistered modules are not loaded
         others = initial_values(model_fn, model_bytes(model) > BUILD_LIMIT_BYTES, seed)
     elif loaded.issuperset(n for n, _ in model.named_parameters(remove_duplicate=False)):
         torch.manual_seed(seed)
@@ -134,14 +136,15 @@ def empty_values(model_fn: Callable[[], nn.Module], model: nn.Module, loaded: se
 
 
 def _without_parameters(model_fn: Callable[[], nn.Module]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(buffers, attributes) of a model whose parameters take no memory: those of unregistered modules neither."""
+    """(buffers, attributes) of a model built without memory for its parameters, also those of modules that it has not
+    registered."""
     with parameters_on_meta(), torch.device("cpu"):
         model = model_fn()
     return dict(model.named_buffers(remove_duplicate=False)), _attributes(model)
 
 
 def _attributes(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a model holds beside parameters and buffers, by its place (see HeldTensors)."""
+    """Place -> tensor, for what a model holds besides parameters and buffers (see HeldTensors)."""
     named = {id(t) for t in chain(model.parameters(), model.buffers())}
     found: dict[str, torch.Tensor] = {}
 
@@ -156,7 +159,7 @@ def _attributes(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _StorageView:
-    """A tensor as a window on a storage."""
+    """A tensor, as a view of a storage."""
 
     storage: int
     shape: torch.Size
@@ -166,7 +169,7 @@ class _StorageView:
 
 @dataclass(frozen=True)
 class _WritingCall:
-    """An operator call that wrote to storages; fake tensors are given as views."""
+    """An operator call that wrote into storages. Fake tensors among its arguments are recorded as views."""
 
     function: Any
     args: tuple[Any, ...]
@@ -177,7 +180,7 @@ class _WritingCall:
 
 
 class OpRecording(TorchDispatchMode):
-    """What was done to fake tensors, so that it can be repeated for any one of them with real numbers."""
+    """Records what is done to fake tensors, so that it can be repeated with real numbers for any one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +191,7 @@ class OpRecording(TorchDispatchMode):
     def note_in_place(
         self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Note a function that fills a tensor as one call, instead of its operators."""
+        """Record a function that fills a tensor as one call, in place of its operators."""
         view = self._view(tensor)
         storage = frozenset([view.storage])
         self._note(_WritingCall(function, (view, *args), kwargs, storage, storage, (view,)))
@@ -197,7 +200,7 @@ class OpRecording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator, and note it if it makes or changes a storage (views do neither)."""
+        """Run an operator, and record it if it makes or changes a storage (views do neither)."""
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         given = {self._view(x).storage for x in _tensors((args, kwargs))}
@@ -217,8 +220,8 @@ class OpRecording(TorchDispatchMode):
         self._calls.append(call)
 
     def repeat(self, tensor: torch.Tensor, seed: int, name: str) -> torch.Tensor:
-        """The tensor with real numbers, on the CPU. Raises ValueError if it was never given any."""
-        calls = self._calls_behind(tensor, name)
+        """The tensor with real numbers, on the CPU. Raises ValueError if no recorded call gave it any."""
+        calls = self._calls_that_made(tensor, name)
         if not self._can_be_cut(tensor, calls):
             return self._play(calls, self._view(tensor), f"{seed} {name}")
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -226,11 +229,11 @@ class OpRecording(TorchDispatchMode):
         return whole
 
     def blocks(self, tensor: torch.Tensor, seed: int, name: str, rows: range) -> Iterator[torch.Tensor]:
-        """These rows of what `repeat` gives, in order; of a large tensor one block after another is made."""
+        """A range of rows of what `repeat` would return, in order. Of a large tensor one block at a time is made."""
         if not rows:
             yield torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype)
             return
-        calls = self._calls_behind(tensor, name)
+        calls = self._calls_that_made(tensor, name)
         if not self._can_be_cut(tensor, calls):
             yield self.repeat(tensor, seed, name)[rows.start : rows.stop]
             return
@@ -241,8 +244,8 @@ class OpRecording(TorchDispatchMode):
             made = self._play(own, _with_rows(self._view(tensor), len(block)), f"{seed} {name} {first // size}")
             yield made[max(0, rows.start - first) : rows.stop - first]
 
-    def _calls_behind(self, tensor: torch.Tensor, name: str) -> list[_WritingCall]:
-        """What gave a tensor its numbers, in order."""
+    def _calls_that_made(self, tensor: torch.Tensor, name: str) -> list[_WritingCall]:
+        """The recorded calls on which a tensor's numbers depend, in order."""
         own = self._view(tensor).storage
         needed, found = {own}, set[int]()
         waiting = [-number for number in self._writers[own]]  # the last call first
@@ -264,7 +267,8 @@ class OpRecording(TorchDispatchMode):
         return calls
 
     def _can_be_cut(self, tensor: torch.Tensor, calls: list[_WritingCall]) -> bool:
-        """Whether the tensor is large, and every call fills all of its elements alike, or some of one row."""
+        """Whether a tensor can be made in blocks: it is large, and every call fills all of its elements alike, or
+        elements of one row."""
         whole, (made, *fills) = self._view(tensor), calls
         if tensor.numel() <= BLOCK_ELEMENTS or not tensor.is_contiguous() or made.outputs != (whole,) or made.read:
             return False
@@ -276,7 +280,7 @@ class OpRecording(TorchDispatchMode):
         )
 
     def _play(self, calls: list[_WritingCall], wanted: _StorageView, seed: str) -> torch.Tensor:
-        """The wanted tensor, made by repeating the calls."""
+        """The wanted tensor, made by repeating calls. seed: determines the random numbers."""
         made: dict[int, torch.Tensor] = {}
 
         def real(x: Any) -> Any:
@@ -304,7 +308,8 @@ class OpRecording(TorchDispatchMode):
         return _StorageView(storage._cdata, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _saved(self, x: Any) -> Any:
-        """What stands for an argument: for a fake tensor its view; real ones (torch.tensor(0.07)) have numbers."""
+        """What to record of an argument: a fake tensor's view. Real tensors (torch.tensor(0.07)) have numbers, and
+        stay."""
         return self._view(x) if isinstance(x, FakeTensor) else x
 
 
@@ -314,7 +319,7 @@ def _plain_name(call: _WritingCall) -> str:
 
 
 def _row_of(part: _StorageView, whole: _StorageView) -> int | None:
-    """The row of a contiguous tensor that a view lies in; None if it lies in several."""
+    """Number of the row of a contiguous tensor that a view lies in; None if it reaches over several."""
     last = part.offset + sum((n - 1) * step for n, step in zip(part.shape, part.stride, strict=True))
     row = part.offset // whole.stride[0]
     return row if last // whole.stride[0] == row else None
@@ -325,7 +330,7 @@ def _with_rows(view: _StorageView, num_rows: int) -> _StorageView:
 
 
 def _of_rows(call: _WritingCall, tensor: torch.Tensor, rows: range) -> _WritingCall | None:
-    """What a call does to a block of a tensor's rows, taken for a tensor of its own; None: nothing."""
+    """The call for a block of rows that is made as a tensor of its own; None if the call does nothing to these rows."""
     view = call.outputs[0]
     if view.shape == tensor.shape:
         own = _with_rows(view, len(rows))
@@ -350,7 +355,7 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _within(ranges: Iterable[range], places: range) -> list[range]:
-    """The parts of ranges that lie at these places of all of them, joined; some may be empty."""
+    """For each of these ranges the part that lies at `places`, if they are laid end to end; parts may be empty."""
     found, before = [], 0
     for rows in ranges:
         found.append(rows[max(0, places.start - before) : max(0, places.stop - before)])
@@ -359,12 +364,12 @@ def _within(ranges: Iterable[range], places: range) -> list[range]:
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters in fp32, tied ones once."""
+    """Bytes of all parameters in fp32; a tied parameter counts once."""
     return sum(4 * p.numel() for p in model.parameters())
 
 
 class Materialiser:
-    """Gives the modules of a stage their numbers, each parameter as what this rank holds before sharding."""
+    """Gives the modules of a stage their numbers; each parameter becomes what this rank holds before it is sharded."""
 
     def __init__(
         self,
@@ -387,10 +392,10 @@ class Materialiser:
         HeldTensors(self._held).enter(stage)
 
     def __call__(self, modules: Iterable[nn.Module], mesh: DeviceMesh | None = None) -> None:
-        """Materialise what is on the meta device in these modules; parameters that were one object stay one.
+        """Give numbers to what is on the meta device in these modules; parameters that were one object stay one.
 
-        mesh: what fully_shard gets next with these modules: rows that it will not leave on this rank are memory
-        without numbers, and what has no dims becomes a tensor of one element (see without_dims.py).
+        mesh: what fully_shard gets next with these modules. Rows that it will not leave on this rank get memory without
+        numbers, and parameters without dims become tensors of one element (see without_dims.py).
         """
         # What fully_shard divides must be freed then, and no other call asks for it.
         made = self._made if mesh is None else {}
@@ -430,8 +435,8 @@ class Materialiser:
         return made
 
     def _own_rows(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh | None) -> torch.Tensor:
-        """What this rank holds of a parameter, with numbers in the rows that it keeps; of one whose values come in
-        blocks, one block lies beside it."""
+        """This rank's part of a parameter, with numbers in the rows that it keeps. If values come in blocks, only one
+        block is in memory beside it."""
         cut, held = self._cuts.get(name), self._experts.get(name)
         if held is not None:
             ranges = [range(held.first, held.first + held.count // held.parts)]
@@ -467,8 +472,8 @@ class Materialiser:
         return self._values.buffer(self._buffer_names[id(buffer)]).to(self._device, copy=True)
 
     def _held(self, place: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for a tensor that is kept elsewhere: the parameter or buffer that it is, or what the constructor
-        has made; what a stage keeps of others' parameters is left alone."""
+        """The tensor for a place that holds one besides parameters and buffers: the parameter or buffer that it is, or
+        a copy of what the constructor has made there. A parameter of another stage is left as it is."""
         if id(tensor) in self._names:
             return self._once(tensor, self._make, self._made)
         if id(tensor) in self._buffer_names:

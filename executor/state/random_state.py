@@ -22,7 +22,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Go on from a state of random_state."""
+    """Set the generators to a state that random_state has returned."""
     torch.set_rng_state(state["torch"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))

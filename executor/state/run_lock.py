@@ -25,11 +25,12 @@ BEAT_S = 3.0
 """Seconds between heartbeats."""
 
 SILENT_S = 30.0
-"""How long the count of an owner on another machine may stand still before it is taken for dead."""
+"""Seconds for which the count of an owner on another machine may stand still; after that the owner is taken for
+dead."""
 
 
 class RunLock:
-    """A run's folder that is this process's until `release`; beats from a thread of its own.
+    """Holds a run's folder for this process until `release`; a thread of its own sends heartbeats.
 
     Raises ValueError if another living job holds the folder, OSError if it cannot be written to.
     """
@@ -58,7 +59,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Let another job have the folder."""
+        """Give the folder up, so that another job may have it."""
         self._ended.set()
         self._thread.join()
         if (_read(self._path) or {}).get("token") == self._own["token"]:
@@ -73,7 +74,7 @@ class RunLock:
                 return
             except FileExistsError:
                 owner = self._dead_owner()
-            # Whoever else found the same must not take away what the first of them has put there since.
+            # Another process that found the same owner dead must not remove the lock that the first has made since.
             aside = self._path.with_name(f".discarded-{LOCK}-{self._own['token']}")
             with suppress(FileNotFoundError):
                 self._path.rename(aside)
@@ -83,7 +84,7 @@ class RunLock:
                     aside.unlink()
 
     def _dead_owner(self) -> dict[str, Any] | None:
-        """Who held the folder and is gone; None if nothing tells. Raises ValueError if he is alive."""
+        """The owner of the lock, if it is dead; None if that cannot be told. Raises ValueError if it is alive."""
         first = _read(self._path)
         end = time.monotonic() + SILENT_S
         while time.monotonic() < end:
@@ -114,11 +115,11 @@ class RunLock:
 
 
 _held: dict[tuple[int, str], tuple[RunLock, int]] = {}
-"""(process, folder) -> its lock, and how many trainers of this process want it; a fork inherits none."""
+"""(process, folder) -> (its lock, number of trainers in this process that hold it). A fork does not inherit locks."""
 
 
 def hold(folder: Path) -> RunLock:
-    """The lock of a run's folder, which is made if it is not there; to be given back by `let_go`."""
+    """Lock a run's folder, which is made if it does not exist. To be given back by `let_go`."""
     folder.mkdir(parents=True, exist_ok=True)
     key = os.getpid(), os.path.realpath(folder)
     lock, count = _held.get(key) or (RunLock(folder), 0)
@@ -127,7 +128,7 @@ def hold(folder: Path) -> RunLock:
 
 
 def let_go(folder: Path) -> None:
-    """Give a lock back; the last one of this process releases it."""
+    """Give a lock back; the last holder in this process releases it."""
     key = os.getpid(), os.path.realpath(folder)
     if key in _held:
         lock, count = _held.pop(key)
@@ -145,7 +146,7 @@ def _release_all() -> None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What a lock says; None while there is none, or it is being written."""
+    """The content of a lock file; None if there is none, or if it is just being written."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return found if {"token", "beat", "pid", "machine", "began"} <= found.keys() else None

@@ -1,4 +1,4 @@
-"""A rank's part of a run, as a checkpoint holds it: boxes of tensors, and what is no tensor."""
+"""A rank's part of a run in the form in which a checkpoint holds it: boxes of tensors, and what is not a tensor."""
 
 import copy
 from collections.abc import Collection, Iterable, Mapping
@@ -22,7 +22,7 @@ from .random_state import random_state
 
 
 class ModelState:
-    """A rank's part of a model, by the names of the whole; tied parameters may be there twice."""
+    """A rank's part of a model, by the names in the whole model; a tied parameter may be in it twice."""
 
     def __init__(self, model: AppliedModel, plan: Plan, mesh: RankMesh) -> None:
         self._model, self._plan, self._mesh = model, plan, mesh
@@ -30,7 +30,7 @@ class ModelState:
         self._parameters = places_of(model.parameters, first)
 
     def model_boxes(self) -> list[Box]:
-        """Parameters and persistent buffers."""
+        """Boxes of this rank's parameters and persistent buffers."""
         found = [box for p in self._parameters for box in self._boxes(f"model.{p.name}", p.own_name, p.tensor)]
         return found + [
             Box(f"model.{name}", buffer.shape, (0,) * buffer.dim(), buffer) for name, buffer in self._buffers().items()
@@ -56,8 +56,8 @@ class ModelState:
 
 
 class State(ModelState):
-    """A rank's part of a run: the model and its optimizer. instead: what the optimizer has instead of the model's
-    parameters."""
+    """A rank's part of a run: the model and its optimizer. instead: what the optimizer steps in place of the model's
+    parameters; None: these."""
 
     def __init__(
         self,
@@ -76,29 +76,29 @@ class State(ModelState):
         self._stepped = {p.own_name: given[p.own_name] for p in self._parameters}  # what the optimizer has
 
     def extras(self, stateful: Mapping[str, Stateful]) -> dict[str, Extra]:
-        """What else is to be saved, of this rank."""
+        """Name of a source -> what it saves on this rank, beside model and optimizer."""
         buffers = places_of(self._buffers(), {})
         return {n: extra_of(source, self._parameters, buffers, self._model.prefix) for n, source in stateful.items()}
 
     def refill(self, name: str, source: Stateful, tree: Any, saved: Metadata) -> Refill:
-        """What to read of a checkpoint to give it back to a source."""
+        """What to read from a checkpoint to restore a source."""
         buffers = places_of(self._buffers(), {})
         return Refill(name, source, tree, saved, self._parameters, buffers, self._model.prefix, self._place_boxes)
 
     def begin_anew(self) -> None:
-        """All ranks hold the same buffers again."""
+        """Note that all ranks hold the same buffers now."""
         in_stages = self._plan.degrees.pipeline > 1
         self._begun = {name: b.detach().clone() for name, b in self._buffers().items()} if in_stages else {}
 
     def written_buffers(self) -> set[str]:
-        """Buffers of a pipeline stage that have changed since all ranks held the same. (Batch norm's kernels write past
-        torch's count of versions.)"""
+        """Names of the buffers of a pipeline stage that have changed since all ranks held the same. (Values are
+        compared, for batch norm's kernels write without a change of version.)"""
         now = self._buffers()
         return {name for name, before in self._begun.items() if not torch.equal(_dense(now[name]), _dense(before))}
 
     def saved_boxes(self, extras: Mapping[str, Extra], elsewhere: Collection[str] = ()) -> list[Box]:
-        """Everything that this rank can write: buffers only of the first replica, for each has its own, and without
-        those that count elsewhere."""
+        """All boxes that this rank can write. Only the first replica writes its buffers, for each has its own.
+        elsewhere: names of buffers that other stages write."""
         tensors, _ = self._optimizer_state()
         found = [
             box
@@ -122,7 +122,7 @@ class State(ModelState):
         return self._boxes(key, place.own_name, tensor)
 
     def saved_objects(self, extras: Mapping[str, Extra], loaders: Mapping[str, Stateful]) -> dict[str, Any]:
-        """What is no tensor, of the ranks that write it. loaders: of this data rank."""
+        """Key -> what is not a tensor, on the ranks that write it. loaders: data loaders of this data rank."""
         stage = self._mesh.coordinates["pipeline"]
         found: dict[str, Any] = {}
         if self._mesh.is_first_of_share:
@@ -139,7 +139,8 @@ class State(ModelState):
         return found
 
     def optimizer_boxes(self, saved: Metadata) -> tuple[list[Box], dict[str, dict[str, torch.Tensor]]]:
-        """(where to read a saved optimizer state to, name here -> state -> the tensors that are filled so)."""
+        """(boxes to read a saved optimizer state into, name on this rank -> state -> the tensor that is filled
+        then)."""
         kinds: dict[str, list[str]] = {}
         have_dims: set[str] = set()
         for key, entry in saved.state_dict_metadata.items():
@@ -176,11 +177,11 @@ class State(ModelState):
         return found, tensors
 
     def _is_here(self, p: Place) -> bool:
-        """Whether this rank's optimizer steps a parameter."""
+        """Whether the optimizer of this rank steps a parameter."""
         return self._whole is None or self._whole.owns(p.own_name)
 
     def _is_whole(self, p: Place) -> bool:
-        """Whether the optimizer has all of a parameter, so that its state may have any shape."""
+        """Whether the optimizer of this rank holds all of a parameter; only then may its state have any shape."""
         is_divided = isinstance(p.tensor, DTensor) or self._model.cut(p.own_name) is not None
         return self._whole is not None or not is_divided
 
@@ -190,10 +191,11 @@ class State(ModelState):
         return self._boxes(key, p.own_name, tensor)
 
     def load_optimizer(self, tensors: dict[str, dict[str, torch.Tensor]], stages: Iterable[dict[str, Any]]) -> None:
-        """Give the optimizer what was saved: tensors of this rank, and what all stages saved beside them.
+        """Restore the optimizer's state. tensors: those of this rank, as of `optimizer_boxes`. stages: what each stage
+        saved beside tensors.
 
-        Raises ValueError if parameters of one group were saved in groups of different options, or if a trained one with
-        a state is in no group here.
+        Raises ValueError if parameters of one group were saved in groups with different options, or if a trained
+        parameter with a saved state is in no group here.
         """
         scalars: dict[str, dict[str, Any]] = {}
         options: dict[str, dict[str, Any]] = {}
@@ -240,7 +242,7 @@ class State(ModelState):
             _fill(optimizer, document, prefix)
 
     def _optimizer_state(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, Any]]]:
-        """(name here -> state -> what is shaped like the parameter, first name -> state -> what is one value)."""
+        """(name on this rank -> state -> tensor in the parameter's shape, first name -> state -> single value)."""
         tensors: dict[str, dict[str, torch.Tensor]] = {p.own_name: {} for p in self._parameters}
         scalars: dict[str, dict[str, Any]] = {}
         for p in self._parameters:
@@ -258,7 +260,8 @@ class State(ModelState):
         return tensors, scalars
 
     def _states(self, p: Place) -> dict[str, Any]:
-        """What the optimizer keeps for a parameter, by kind; of one inside of it under its name: "base:exp_avg"."""
+        """State -> what the optimizer keeps for a parameter. That of an optimizer inside of it has the inner one's name
+        before: "base:exp_avg"."""
         stepped = self._stepped[p.own_name]
         found = dict(self._optimizer.state.get(stepped, {}))
         for name, inner in self._inside.items():
@@ -277,8 +280,8 @@ class State(ModelState):
 
 
 def _fill(optimizer: Optimizer, document: dict[str, Any], prefix: str) -> None:
-    """Give an optimizer in its place options of groups, and of what is kept for parameters what has this before its
-    kind: those that wrap others share groups with them, which torch's load_state_dict would make anew."""
+    """Set the options of groups, and those states of parameters whose kind begins with `prefix`, in an optimizer that
+    exists. Optimizers that wrap others share groups with them, and torch's load_state_dict would make new groups."""
     for group, saved in zip(optimizer.param_groups, document["param_groups"], strict=True):
         group |= {key: value for key, value in saved.items() if key != "params"}
         for index, parameter in zip(saved["params"], group["params"], strict=True):
@@ -289,14 +292,14 @@ def _fill(optimizer: Optimizer, document: dict[str, Any], prefix: str) -> None:
 
 
 def _is_one_value(kind: str, have_dims: set[str]) -> bool:
-    """Whether a state without dims, of a parameter without dims, is a count or the like, and not shaped as the
-    parameter. have_dims: states that other parameters have with dims; where no others were trained, torch's own name
-    for a count (Optimizer.load_state_dict goes by it, too) tells."""
+    """Whether a state without dims, of a parameter without dims, is a single value such as a count, and not a tensor in
+    the parameter's shape. have_dims: states that have dims for other parameters. If there are none, only torch's own
+    name for a count is one (Optimizer.load_state_dict goes by it, too)."""
     return kind not in have_dims if have_dims else kind.rpartition(":")[2] == "step"
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """What torch can compare: of a sparse tensor its places and values, which are few."""
+    """A tensor that torch can compare: for a sparse one its places and values."""
     if not tensor.is_sparse:
         return tensor
     found = tensor.coalesce()

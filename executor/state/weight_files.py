@@ -23,10 +23,10 @@ from .checksums import CheckedReader
 WeightFormat = Literal["safetensors", "torch"]
 
 Piece = tuple[str, int, torch.Tensor]
-"""(name of a tensor, first of some of its rows, the rows; or all of it)."""
+"""(name of a tensor, number of the first row, some rows of it), or (name, 0, the whole tensor)."""
 
 FILE_BYTES = 5 * 10**9
-"""Size that a file of several tensors does not exceed: Hugging Face's default until version 5."""
+"""Most bytes of a file with several tensors: Hugging Face's default until version 5."""
 
 _NAMES = {"safetensors": ("model", "safetensors"), "torch": ("pytorch_model", "bin")}
 _PARTIAL = ".partial-"
@@ -43,30 +43,30 @@ _KINDS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""How safetensors calls dtypes (its format's README)."""
+"""Dtype -> its name in safetensors (from the README of the format)."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor as it is to be stored."""
+    """Shape and dtype of a tensor in a file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Number of bytes of the tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
     def row_bytes(self) -> int:
-        """Of what lies behind one number of its first dim."""
+        """Number of bytes of one row of the tensor."""
         return torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
 
 
 class WeightFiles:
-    """The files of a model's weights in a folder. tensors: in the order in which they are stored; no file holds one of
-    `begins` behind another.
+    """The files of a model's weights in a folder. tensors: in the order in which they are stored. begins: names of
+    tensors that are the first in their file.
 
     Raises ValueError for a dtype that the format does not have.
     """
@@ -105,7 +105,7 @@ class WeightFiles:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, file: str, pieces: Iterable[Piece]) -> None:
-        """Write one file; pieces: of the tensors of `files[file]`, all of their rows once, in any order."""
+        """Write one file. pieces: all rows of the tensors in `files[file]`, each once, in any order."""
         path = self._folder / f"{_PARTIAL}{file}"
         names = self.files[file]
         if self._kind == "torch":
@@ -139,10 +139,11 @@ class WeightFiles:
             os.fsync(handle.fileno())
 
     def finish(self) -> None:
-        """Let all files appear, and write the index. For one process, once all others have written."""
+        """Give all files their names, and write the index. To be called by one process, after all others have
+        written."""
         stem, ending = _NAMES[self._kind]
         for old in [*self._folder.glob(f"{stem}-*-of-*.{ending}"), *self._folder.glob(f"{stem}.{ending}*")]:
-            old.unlink()  # of weights that were here before: an index must not name some of them
+            old.unlink()  # older weights: no index may name some of them
         for file in self.files:
             (self._folder / f"{_PARTIAL}{file}").rename(self._folder / file)
         if len(self.files) > 1:
@@ -153,7 +154,8 @@ class WeightFiles:
 
 
 def cast(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], dtype: torch.dtype | None) -> dict[str, Stored]:
-    """What is to be stored of tensors of these shapes and dtypes; dtype: of those that hold real numbers."""
+    """Shapes and dtypes to store for these tensors. dtype: the one for floating-point tensors; None: they keep their
+    own."""
     return {
         name: Stored(tuple(shape), dtype if dtype is not None and own.is_floating_point else own)
         for name, (shape, own) in tensors.items()
@@ -167,9 +169,9 @@ def export_checkpoint(
     dtype: torch.dtype | None,
     limit: int,
 ) -> WeightFiles:
-    """Write the weights of one checkpoint, tensor by tensor, checked. limit: bytes of one file.
+    """Write the weights of one checkpoint, tensor by tensor, with their checksums checked. limit: most bytes of a file.
 
-    Raises DamagedError for a checkpoint that is not what was saved.
+    Raises DamagedError if the checkpoint is not as it was saved.
     """
     reader = CheckedReader(checkpoint)
     reader.check_documents()

@@ -22,11 +22,11 @@ from .checksums import CheckedReader
 
 @dataclass(frozen=True)
 class Weights:
-    """Where a model's parameters (and buffers) come from instead of their initial values.
+    """Where a model's parameters (and buffers) are loaded from.
 
     path: a .safetensors file, a folder with such files (and perhaps an index), an index.json, a run's folder or a
-    checkpoint in it, or any folder of torch.distributed.checkpoint. names: what a parameter of the model is called
-    there; None leaves it at its initial value (a new head, the adapters of LoRA).
+    checkpoint in it, or any folder of torch.distributed.checkpoint. names: name of a parameter in the model -> its name
+    there; None leaves the parameter at its initial value (a new head, the adapters of LoRA).
     """
 
     path: str | Path
@@ -34,19 +34,20 @@ class Weights:
 
 
 class _Source(Protocol):
-    """Stored tensors, of which parts can be read."""
+    """Stored tensors, which can be read in parts."""
 
     shapes: Mapping[str, torch.Size]
 
     def read(self, boxes: list[Box]) -> None:
-        """Fill the boxes, whose keys are names of the source."""
+        """Fill the boxes; their keys are names in the source."""
         ...
 
 
 class Loading:
-    """What of a model is loaded from where. Raises ValueError, without any other rank, if something is not there.
+    """Which parameters and buffers of a model are loaded, and from where. Raises ValueError, on this rank alone, if
+    something is not there.
 
-    model: whole, on the meta device. ties: names of parameters that are one; one of them need be there.
+    model: whole, on the meta device. ties: names of one parameter; it must be there under one of them.
     """
 
     def __init__(self, weights: Weights, model: nn.Module, ties: tuple[tuple[str, ...], ...]) -> None:
@@ -80,19 +81,20 @@ class Loading:
         self.parameters = {name for name in self._stored if name in parameters}
 
     def fill(self, boxes: list[Box]) -> None:
-        """Read a rank's boxes, keyed by `model.<name>`."""
+        """Fill a rank's boxes; their keys are `model.<name>`."""
         wanted = [(box, self._stored.get(box.key.removeprefix("model."))) for box in boxes]
         self._source.read([replace(box, key=stored) for box, stored in wanted if stored is not None])
 
 
 def refuse_whole_weights(module: nn.Module) -> None:
-    """Let load_state_dict of a rank's part of a model raise ValueError for anything but the tensors of that part, as
-    its state_dict() gives them: with strict=False whole weights under their own names would be left out in silence."""
+    """Make load_state_dict of a rank's part of a model raise ValueError for anything but the tensors of that part, as
+    its state_dict() returns them. Otherwise strict=False would silently skip whole weights under their own names."""
     module.register_load_state_dict_pre_hook(_check_own)
 
 
 def refuse_no_weights(module: nn.Module) -> None:
-    """Let load_state_dict of a rank's model raise ValueError for an empty dict, which full_state_dict gives some."""
+    """Make load_state_dict of a rank's model raise ValueError for an empty dict, which full_state_dict returns on some
+    ranks."""
     module.register_load_state_dict_pre_hook(_check_given)
 
 
@@ -120,7 +122,8 @@ def _check_own(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *r
 
 
 class _Prefixed:
-    """Names that differ by a leading module: a whole model's weights are stored without the head's name, or with it."""
+    """Maps names of parameters to stored names, which may lack their leading module or have one more: weights of a
+    whole model are stored with or without the name that its head gives it."""
 
     def __init__(self, stored: Mapping[str, Any], names: list[str]) -> None:
         leaving = sorted({name.partition(".")[0] + "." for name in names})
@@ -137,7 +140,7 @@ class _Prefixed:
 
 
 class _Safetensors:
-    """Tensors of safetensors files, memory-mapped."""
+    """The tensors in memory-mapped safetensors files."""
 
     def __init__(self, files: list[Path]) -> None:
         try:
@@ -165,7 +168,7 @@ class _Safetensors:
 
 
 class _Distributed:
-    """Tensors of a torch.distributed.checkpoint folder; `model.` may stand before their names."""
+    """The tensors in a folder of torch.distributed.checkpoint; in ours `model.` stands before their names."""
 
     def __init__(self, folder: Path) -> None:
         self._reader = CheckedReader(folder)

@@ -1,1 +1,1 @@
-"""A Hugging Face config.json as a model, with micro-batches such as its processor and a collator make."""
+"""Hugging Face models by their config.json, with micro-batches like those of their processor and a collator."""

@@ -1,5 +1,5 @@
-"""Micro-batches of a Hugging Face model, and its loss where its head has none: such as its processor and a collator
-would make, found out from what its forward takes, its configuration, and for what transformers lists it."""
+"""Micro-batches of a Hugging Face model like those of its processor and a collator, and a loss if its head has none.
+They follow from what its forward takes, from its configuration, and from the tasks that transformers lists it for."""
 
 import inspect
 from collections.abc import Callable, Collection
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batches:
-    """Micro-batches of a model. loss: None for heads that return theirs. layout, assumes: see LoadedModel."""
+    """Micro-batches of a model. loss: None for heads that return their own. layout, assumes: see LoadedModel."""
 
     make: MakeBatch
     loss: Loss | None = None
@@ -31,8 +31,9 @@ class Batches:
 
 
 def batches_of(architecture: Any, config: Any, path: Path, build: Build) -> Batches:
-    """Micro-batches for a class of transformers. build: of the model, which is asked how many tokens its pictures take.
-    Raises ValueError where they are not known, or where the configuration at `path` is not for pictures as it is."""
+    """Micro-batches for a class of transformers. build: returns the model, which is asked how many tokens its pictures
+    take. Raises ValueError if no way to make batches is known, or if the configuration at `path` does not fit
+    pictures."""
     main_input = architecture.main_input_name
     takes = inspect.signature(architecture.forward).parameters.keys()
     if _is_made_for(architecture, "CTC") and main_input in recordings.HEARD:
@@ -78,7 +79,7 @@ def batches_of(architecture: Any, config: Any, path: Path, build: Build) -> Batc
 
 
 def _left_out(takes: Collection[str], *given: str) -> str:
-    """What a forward takes beside text, and is not given, in words."""
+    """Which inputs beside text a forward would take, and is not given, in words; '' if there are none."""
     left = [name for name in ("pixel_values", *recordings.HEARD) if name in takes and name not in given]
     return f"samples without {' and '.join(left)}, which its forward would take" if left else ""
 
@@ -95,7 +96,7 @@ def _letters_heard(config: Any, path: Path, main_input: str) -> Batches:
 
 
 def _inputs_and_labels(task: str, main_input: str, takes: Collection[str], config: Any) -> MakeBatch:
-    """One input, and the labels of a task."""
+    """Micro-batches of one main input and the labels of a task."""
     make_input, make_labels = _INPUTS[main_input], LABELS[task]
     if make_input is _image and not hasattr(config, "image_size"):
         seen = next((part for part in parts_of(config) if hasattr(part, "image_size")), config)
@@ -109,7 +110,7 @@ def _inputs_and_labels(task: str, main_input: str, takes: Collection[str], confi
 
     def sequences(size: int, seq_len: int) -> Batch:
         made = {main_input: make_input(seen, size, seq_len), "labels": make_labels(config, size, seq_len)}
-        return made if starts else {**made, "decoder_input_ids": make_labels(config, size, seq_len)}  # none to begin by
+        return made if starts else {**made, "decoder_input_ids": make_labels(config, size, seq_len)}  # no start token
 
     def samples(size: int) -> Batch:
         return {main_input: make_input(seen, size, 0), "labels": make_labels(config, size, 0)}
@@ -118,19 +119,19 @@ def _inputs_and_labels(task: str, main_input: str, takes: Collection[str], confi
 
 
 def text_of(config: Any) -> Any:
-    """The configuration of what writes (or reads) text."""
+    """The configuration of the part that writes text, or reads it."""
     return config.get_text_config(decoder=True) if len(parts_of(config)) > 1 else config.get_text_config()
 
 
 def parts_of(config: Any) -> list[Any]:
-    """Configurations inside of a configuration."""
+    """The configurations inside of a configuration."""
     found = (getattr(config, name, None) for name in config.sub_configs or ("encoder", "decoder"))
     return [part for part in found if part is not None]
 
 
 def _picture(architecture: Any, takes: Collection[str], config: Any, path: Path, model: AskedModel) -> Picture | None:
-    """The picture in the model's text; None if it takes none. Raises ValueError where it and its configuration do not
-    fit together."""
+    """The picture in the model's text; None if it takes none. Raises ValueError if the model and its configuration do
+    not fit together."""
     unsaid = unsaid_mark(takes, config)
     if unsaid:
         raise ValueError(
@@ -153,11 +154,12 @@ def _picture(architecture: Any, takes: Collection[str], config: Any, path: Path,
 
 
 _PROMPTS = 1
-"""Things to find in a picture, by one point in each: an assumption."""
+"""Number of things to find in a picture, each by one point: an assumption."""
 
 
 def _pointed_at(config: Any) -> MakeBatch:
-    """Pictures, a point of each (column, row) and the mask of the thing there, as large as its picture."""
+    """Micro-batches of pictures, each with a point (column, row) and with a mask, of the picture's size, of the thing
+    there."""
 
     def batch(size: int) -> Batch:
         import torch
@@ -192,14 +194,14 @@ def _mask_loss(output: Any, batch: Any) -> "torch.Tensor":
 
 
 _SEEN = ("pixel_values", "flattened_patches")
-"""Main inputs that are pictures."""
+"""Names of main inputs that are pictures."""
 
 _PATCHES_ACROSS = 45
-"""Patches along each side of a picture that is as large as may be: Pix2Struct's processor takes up to 2,048 in all."""
+"""Patches along each side of the largest picture: Pix2Struct's processor takes up to 2,048 patches in all."""
 
 
 def _assumed(config: Any, main_input: str) -> str:
-    """What is assumed of a main input, in words."""
+    """What is assumed of a main input, in words; '' if nothing is."""
     if main_input == "flattened_patches":
         return f"pictures of {_PATCHES_ACROSS} x {_PATCHES_ACROSS} patches"
     is_free = main_input in recordings.HEARD and config.model_type != "whisper"
@@ -207,11 +209,12 @@ def _assumed(config: Any, main_input: str) -> str:
 
 
 _IN_CODEBOOKS = ("musicgen_decoder", "musicgen_melody_decoder")
-"""Types of models that write several rows of codes, each of its own codebook, at once."""
+"""Types of models that write several rows of codes at once, each from a codebook of its own."""
 
 
 def _codes(config: Any) -> MakeBatch:
-    """Rows of codes of music: the codebooks of a sample behind each other, in the labels beside each other."""
+    """Micro-batches of codes of music: in the input the codebooks of a sample follow each other, in the labels they are
+    side by side."""
 
     def batch(size: int, seq_len: int) -> Batch:
         import torch
@@ -223,7 +226,7 @@ def _codes(config: Any) -> MakeBatch:
 
 
 def _as_long_as_can_be(config: Any) -> MakeBatch:
-    """Texts of the one length that Perceiver, which has a query for each position, gives words for."""
+    """Micro-batches for Perceiver, of the one length that it gives words for: it has a query for each position."""
 
     def batch(size: int) -> Batch:
         length = config.max_position_embeddings
@@ -233,7 +236,8 @@ def _as_long_as_can_be(config: Any) -> MakeBatch:
 
 
 def _texts_and_pictures(config: Any, way: HandedOver | None) -> MakeBatch:
-    """A text beside each picture; which belong together is the loss. way: how pictures of any size are handed over."""
+    """Micro-batches of texts, each with a picture; the loss is to tell which belong together. way: how to hand over
+    pictures, if any size is possible."""
     text, vision = config.get_text_config(), config.vision_config
 
     def batch(size: int) -> Batch:
@@ -245,14 +249,15 @@ def _texts_and_pictures(config: Any, way: HandedOver | None) -> MakeBatch:
 
 
 _NOT_LEARNT = -100
-"""Label of a token that is not to be predicted, in all of transformers' losses."""
+"""Label of tokens that are not to be predicted, in all of transformers' losses."""
 
 
 _CLASSIFIES = ("SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION")
 
 
 def _text_with_picture(config: Any, picture: Picture, make_labels: "_MakeTensor | None") -> MakeBatch:
-    """Text that begins with a picture, and labels: its own tokens, or what is made."""
+    """Micro-batches of texts that begin with a picture, with labels: the text's own tokens, or what make_labels
+    makes."""
     text, mark = config.get_text_config(), picture.mark
 
     def batch(size: int, seq_len: int) -> Batch:
@@ -275,13 +280,14 @@ def _text_with_picture(config: Any, picture: Picture, make_labels: "_MakeTensor 
 
 
 def _is_made_for(architecture: Any, task: str) -> bool:
-    """Whether transformers would choose the class for a task, for any type of model."""
+    """Whether transformers lists a class for a task, with any type of model."""
     found = auto_classes(task).values()
     return any(architecture.__name__ in ((names,) if isinstance(names, str) else names) for names in found)
 
 
 def auto_classes(task: str) -> dict[str, Any]:
-    """Class names by model_type (a few types have several) that transformers' auto class for a task chooses from."""
+    """Type of model -> name of the class (for some types several) that transformers' auto class for a task would
+    choose."""
     from transformers.models.auto import modeling_auto
 
     names: dict[str, Any] = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")
@@ -307,8 +313,8 @@ def _patches(config: Any, size: int, seq_len: int) -> "torch.Tensor":
 
 
 def _spectrogram(config: Any, size: int, seq_len: int) -> "torch.Tensor":
-    """Two frames for each position of Whisper's encoder, whose second convolution has a stride of 2, by frequency;
-    others' as long as a recording."""
+    """Spectrograms as the main input. For Whisper they are [size, frequencies, frames], with two frames for each
+    position of the encoder, whose second convolution has a stride of 2; for other models as long as a recording."""
     import torch
 
     if config.model_type == "whisper":
@@ -337,7 +343,7 @@ _INPUTS: dict[str, _MakeTensor] = {
     "input_features": _spectrogram,
     "input_values": _recording,
 }
-"""How to make the main input of a Hugging Face model, by the name that its class gives it."""
+"""Name of a main input -> how to make it."""
 
 LABELS: dict[str, _MakeTensor] = {
     "SPEECH_SEQ_2_SEQ": _tokens,
@@ -348,4 +354,5 @@ LABELS: dict[str, _MakeTensor] = {
     "SEQUENCE_CLASSIFICATION": _class_per_sample,
     "TOKEN_CLASSIFICATION": _class_per_token,
 }
-"""How to make the labels, by transformers' task; a config that names no architecture gets the first that it has."""
+"""Transformers' name of a task -> how to make its labels. If a config does not name its architecture, the first task
+counts that lists its type of model."""

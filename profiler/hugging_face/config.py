@@ -1,4 +1,4 @@
-"""A Hugging Face config.json as a model: its architecture, and micro-batches and a loss such as its head takes."""
+"""The model of a Hugging Face config.json: its architecture, and micro-batches and a loss that suit its head."""
 
 import json
 import logging
@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 _DEFAULT_CONTEXT = 8192
-"""Longest sequence taken from a config.json on its own: longer contexts are asked for with --seq-len."""
+"""Tokens of the longest sequence that is taken from a config.json; longer ones must be asked for with --seq-len."""
 
 _LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-"""Chances that a layer is left out of a step: planned are steps that leave none out."""
+"""Names of the chances with which a layer is left out of a step. They are set to 0, for plans are made for steps that
+leave none out."""
 
 
 def from_config(path: Path, multiple: int = 1, named: str | None = None) -> LoadedModel:
-    """The model of a config.json. multiple: of which the number of words is made one, by adding some. named: what it is
-    called on the hub."""
+    """The model of a config.json. multiple: its vocabulary is padded to a multiple of this. named: its id on the
+    hub."""
     try:
         document = parsed(json.loads, path.read_text())
     except ValueError as error:
@@ -51,7 +52,7 @@ def from_config(path: Path, multiple: int = 1, named: str | None = None) -> Load
 
     def config() -> Any:
         made = called(lambda: transformers.AutoConfig.for_model(**document), str(path))
-        if not isinstance(made, architecture.config_class):  # of a whole of which the architecture is a part
+        if not isinstance(made, architecture.config_class):  # that of a model with it as a part
             made = next((part for part in parts_of(made) if isinstance(part, architecture.config_class)), made)
         made.use_cache = False
         for part in (made, *(getattr(made, name, None) for name in made.sub_configs)):
@@ -96,8 +97,8 @@ def from_config(path: Path, multiple: int = 1, named: str | None = None) -> Load
 
 
 def _first_position(architecture: Any, build: Callable[[], "nn.Module"]) -> int:
-    """Row in the table of positions at which a sample begins: behind that of padding in RoBERTa and those like it,
-    whose samples are that much shorter than the table."""
+    """The row of the table of positions that a sample begins at. In RoBERTa and models like it that is after the row
+    for padding, so samples are that much shorter than the table."""
     beside = vars(sys.modules[architecture.__module__])
     if not any(hasattr(each, _COUNTS) for each in (architecture, *beside.values())) and _COUNTS not in beside:
         return 0
@@ -107,11 +108,11 @@ def _first_position(architecture: Any, build: Callable[[], "nn.Module"]) -> int:
 
 
 _COUNTS = "create_position_ids_from_input_ids"
-"""How transformers calls what numbers the tokens that are not padding."""
+"""Name of transformers' function that numbers tokens, padding left out."""
 
 
 def _with_fused_attention(architecture: Any, config: Callable[[], Any]) -> Any:
-    """The module, with torch's fused attention in all parts that can do with it."""
+    """The module, with torch's fused attention if its class supports that."""
     if not getattr(architecture, "_supports_sdpa", False):
         return architecture._from_config(config())
     try:
@@ -162,7 +163,8 @@ def _architecture(transformers: Any, document: dict[str, Any], path: Path) -> An
 
 @contextmanager
 def _quiet_torchao() -> Iterator[None]:
-    """transformers imports torchao where it is installed, which then tells of kernels that it has for other devices."""
+    """While it lasts, torchao, which transformers imports if it is installed, does not log that it has kernels for
+    other devices."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     try:

@@ -1,4 +1,4 @@
-"""A picture of each sample as it is handed over, and what a configuration says of pictures in general."""
+"""The form in which a picture of each sample is handed over, and what a configuration says of pictures in general."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,23 +10,24 @@ if TYPE_CHECKING:
     Tensors = dict[str, torch.Tensor]
 
 GRID = 16
-"""Tokens along each side of a picture whose size is free: 448 pixels of Qwen2-VL, as much as one tile of others."""
+"""Tokens along each side of a picture whose size is not given: in Qwen2-VL 448 pixels, about one tile of other
+models."""
 
 SIDE = 448
-"""Pixels along each side of a picture whose size is free, of models that have no patches."""
+"""Pixels along each side of a picture whose size is not given, for models without patches."""
 
 _FIXED_SIDE = 224
-"""Pixels along each side of a picture of one size that a configuration does not say."""
+"""Pixels along each side of a picture, for models of one size that the configuration does not give."""
 
 
 @dataclass(frozen=True)
 class HandedOver:
-    """One picture of each sample, as it is handed over.
+    """How a picture of each sample is handed over to a model.
 
-    tensors: of so many samples. layout: those whose numbers say where a picture is and how large. size, also: the
-    picture in words, if its size is free, and what else is assumed of it. tokens: that stand for it in the text (None:
-    the model is to be asked). begins, ends: tokens before and after it. beside: what else is given for each token, from
-    (samples, tokens of each, tokens of the picture).
+    tensors: number of samples -> tensors. layout: names of those whose numbers say where a picture is and how large.
+    size: the picture in words, if any size is possible; also: what else is assumed of it. tokens: how many stand for it
+    in the text (None: the model is asked). begins, ends: tokens before and after it. beside: (samples, tokens of each,
+    tokens of the picture) -> what else is given for each token.
     """
 
     tensors: "Callable[[int], Tensors]"
@@ -40,7 +41,8 @@ class HandedOver:
 
 
 Make = Callable[[Any, Any], Iterator[HandedOver]]
-"""Ways for a configuration and what of it is about pictures, those that say more first."""
+"""Takes a configuration and the part of it on pictures; returns ways to hand over a picture, the most specific
+first."""
 
 
 def side_of(vision: Any) -> tuple[int, int]:
@@ -50,26 +52,26 @@ def side_of(vision: Any) -> tuple[int, int]:
 
 
 def said_side(vision: Any) -> Any:
-    """The same as a configuration or one inside of it says it; None if none does."""
+    """The size of pictures as a vision configuration, or one inside of it, says it; None if none does."""
     parts = (getattr(vision, name, None) for name in getattr(vision, "sub_configs", None) or ())
     told = (getattr(part, name, None) for part in (vision, *parts) for name in ("image_size", "resolution"))
     return next((side for side in told if side is not None), None)
 
 
 def pixels(config: Any, *outer: int) -> "torch.Tensor":
-    """Pictures of the size that a vision configuration names: [outer..., channels, height, width]."""
+    """[outer..., channels, height, width]: pictures of the size in a vision configuration."""
     return noise(*outer, channels_of(config), *side_of(config))
 
 
 def noise(*shape: int) -> "torch.Tensor":
-    """What stands for numbers of a picture."""
+    """Random numbers in place of those of a picture."""
     import torch
 
     return torch.randn(shape)
 
 
 def channels_of(vision: Any) -> int:
-    """Numbers of a pixel."""
+    """Numbers for each pixel: channels."""
     told = (getattr(vision, name, None) for name in ("in_channels", "num_channels"))
     return next((number for number in told if isinstance(number, int)), 3)
 
@@ -91,5 +93,5 @@ def merged_of(config: Any, vision: Any) -> int:
 
 
 def in_pixels(height: int, width: int) -> str:
-    """What is assumed of pictures of that size."""
+    """What is assumed of a picture of this size, in words."""
     return f"one picture of {height} x {width} pixels"

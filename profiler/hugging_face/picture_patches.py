@@ -1,4 +1,4 @@
-"""Pictures handed over in patches: how many become one token, and how they lie, differs from model to model."""
+"""Ways to hand over pictures in patches. Models differ in how many patches become one token, and in their order."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     Tensors = dict[str, torch.Tensor]
 
 _POOLED = 2
-"""Patches along each side of what becomes one token, as the processor of Molmo 2 says and its configuration does not.
-"""
+"""Patches along each side of what becomes one token in Molmo 2: its processor says so, its configuration does not."""
 
 
 def in_a_grid(config: Any, vision: Any) -> Iterator[HandedOver]:
-    """Patches of all pictures behind each other, and the grid of each (frames, rows, columns): Qwen2-VL and its like,
-    whose patches are rows of numbers; Kimi's are small pictures; Inkling's are as large as what becomes one token."""
+    """Patches of all pictures, one picture after another, and the grid of each (frames, rows, columns): Qwen2-VL and
+    models like it, whose patches are rows of numbers. Kimi's patches are small pictures, and Inkling's are as large as
+    what becomes one token."""
     import torch
 
     patch, merged, channels = patch_of(vision), merged_of(config, vision), channels_of(vision)
@@ -39,7 +39,7 @@ def in_a_grid(config: Any, vision: Any) -> Iterator[HandedOver]:
 
 
 def in_a_flat_grid(config: Any, vision: Any) -> Iterator[HandedOver]:
-    """Patches of all pictures behind each other, and the rows and columns of each: Nemotron's omni models."""
+    """Patches of all pictures, one picture after another, and rows and columns of each: Nemotron's omni models."""
     import torch
 
     patch, side = patch_of(vision), GRID * merged_of(config, vision)
@@ -52,7 +52,8 @@ def in_a_flat_grid(config: Any, vision: Any) -> Iterator[HandedOver]:
 
 
 def in_a_grid_of_own_merging(config: Any, vision: Any) -> Iterator[HandedOver]:
-    """As in a grid, and of each picture how many of its patches become one token: VideoLLaMA 3, all of its own."""
+    """Patches and grids as of `in_a_grid`, and for each picture how many patches become one token: VideoLLaMA 3, where
+    all do so singly."""
     import torch
 
     for each in in_a_grid(config, vision):
@@ -89,7 +90,7 @@ def in_a_row(config: Any, vision: Any) -> Iterator[HandedOver]:
 
 
 def in_padded_patches(config: Any, vision: Any) -> Iterator[HandedOver]:
-    """Patches of each picture, which of them are not padding, and the grid of each: LFM2-VL."""
+    """Patches of each picture, a mask of those that are not padding, and the grid of each picture: LFM2-VL."""
     import torch
 
     patch, side = patch_of(vision), GRID * merged_of(config, vision)
@@ -106,7 +107,8 @@ def in_padded_patches(config: Any, vision: Any) -> Iterator[HandedOver]:
 
 
 def in_pooled_crops(config: Any, vision: Any) -> Iterator[HandedOver]:
-    """A small version and one crop in patches, and which patches of both become one token: Molmo 2."""
+    """A small version of the picture and one crop of it, both in patches, and which patches become one token: Molmo
+    2."""
     import torch
 
     patch, (height, width) = patch_of(vision), side_of(vision)
@@ -128,7 +130,7 @@ def in_pooled_crops(config: Any, vision: Any) -> Iterator[HandedOver]:
 
 
 def in_numbered_patches(config: Any, vision: Any) -> Iterator[HandedOver]:
-    """Patches with their row and column before them, as many as the model takes at most: Kosmos-2.5."""
+    """As many patches as the model takes at most, each with its row and column in front: Kosmos-2.5."""
     columns = int(vision.max_num_patches**0.5)
     wide = vision.patch_embed_hidden_size
 
@@ -139,7 +141,7 @@ def in_numbered_patches(config: Any, vision: Any) -> Iterator[HandedOver]:
 
 
 def numbered_patches(samples: int, across: int, wide: int) -> "torch.Tensor":
-    """[samples, across * across, 2 + wide]: patches of square pictures, row and column before each."""
+    """[samples, across * across, 2 + wide]: patches of square pictures, each with its row and column in front."""
     import torch
 
     at = torch.arange(across**2)

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     Tensors = dict[str, torch.Tensor]
 
 _FRAMES = 4
-"""Frames of a video, as the processor of InstructBLIP-Video takes."""
+"""Frames of a video: as many as InstructBLIP-Video's processor takes."""
 
 _PROMPT = 32
-"""Tokens of the question that is asked about a picture while it is looked at."""
+"""Tokens of the question about a picture, which is read together with the picture."""
 
 
 def _of_fixed_size(config: Any, vision: Any) -> Iterator[HandedOver]:
-    """Pictures of the size that is configured: LLaVA, Gemma 3, PaliGemma, ..."""
+    """Pictures of the configured size: LLaVA, Gemma 3, PaliGemma, ..."""
     size = "" if said_side(vision) else in_pixels(*side_of(vision))
     yield HandedOver(lambda samples: {"pixel_values": pixels(vision, samples)}, size=size)
 
@@ -50,7 +50,7 @@ def _twice(config: Any, vision: Any) -> Iterator[HandedOver]:
 
 
 def _with_pixel_mask(config: Any, vision: Any) -> Iterator[HandedOver]:
-    """Pictures of the configured size, and which of their pixels are not padding: Aria."""
+    """Pictures of the configured size, and a mask of the pixels that are not padding: Aria."""
 
     def tensors(samples: int) -> "Tensors":
         import torch
@@ -62,7 +62,7 @@ def _with_pixel_mask(config: Any, vision: Any) -> Iterator[HandedOver]:
 
 
 def _in_one_tile(config: Any, vision: Any) -> Iterator[HandedOver]:
-    """Pictures of a sample in a row, with a mask of pixels or of pictures; those that are masked only fill it up:
+    """All pictures of a sample in one tensor, with a mask of pixels or of pictures; those masked out are padding:
     Idefics2, Idefics3, SmolVLM; Granite-Docling."""
 
     def of(*mask: int, dtype: str) -> "Callable[[int], Tensors]":
@@ -81,7 +81,8 @@ def _in_one_tile(config: Any, vision: Any) -> Iterator[HandedOver]:
 
 
 def _in_tiles(config: Any, vision: Any) -> Iterator[HandedOver]:
-    """A small version and the tiles of a large one, as small as may be: LLaVA-NeXT, LLaVA-OneVision."""
+    """A small version of the picture, and tiles of a large one with the smallest size allowed: LLaVA-NeXT,
+    LLaVA-OneVision."""
     if getattr(config, "image_grid_pinpoints", None) is None:
         return
     tile, _ = side_of(vision)
@@ -114,7 +115,8 @@ def _of_free_size(config: Any, vision: Any) -> Iterator[HandedOver]:
 
 
 def _in_cross_attention(config: Any, vision: Any) -> Iterator[HandedOver]:
-    """As many tiles as a picture may have, of which one is seen from its one token on: Llama 3.2 Vision."""
+    """As many tiles as a picture may have, of which one is used; text attends to it from its single token on: Llama 3.2
+    Vision."""
     import torch
 
     most = vision.max_num_tiles
@@ -135,7 +137,7 @@ def _in_cross_attention(config: Any, vision: Any) -> Iterator[HandedOver]:
 
 
 def _asked_about(config: Any, vision: Any) -> Iterator[HandedOver]:
-    """A picture, or the frames of a video, that a Q-Former sums up in a few tokens: InstructBLIP."""
+    """A picture, or the frames of a video, which a Q-Former turns into a few tokens: InstructBLIP."""
     of_video = getattr(config, "image_token_index", None) is None
     frames = _FRAMES if of_video else 1
 
@@ -168,4 +170,4 @@ WAYS: tuple[tuple[frozenset[str], Make], ...] = (
     (frozenset({"pixel_values", "image_sizes"}), _of_free_size),
     (frozenset({"pixel_values"}), _of_fixed_size),
 )
-"""What a forward takes -> how its picture is handed over, in the order in which the model is asked."""
+"""(arguments of a forward, the way to hand over a picture to it), in the order in which the model is asked."""

@@ -1,4 +1,4 @@
-"""How many tokens stand for a picture or a recording: asked of the Hugging Face model itself, on tensors without
+"""How many tokens stand for a picture or a recording, by asking the Hugging Face model itself, on tensors without
 memory."""
 
 import inspect
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 
 
 class AskedModel:
-    """A model that is built when it is first asked."""
+    """A model that can be asked about its tokens; it is built when it is first asked."""
 
     def __init__(self, build: Build, source: str) -> None:
         self._build = build
         self._source = source
 
     def tokens(self, make: "Callable[[], Mapping[str, torch.Tensor]]", layout: Collection[str]) -> int:
-        """Tokens that stand for the picture or recording which these tensors bring. layout: those of them whose numbers
-        it may look at, beside integers. Raises ValueError where the model does not take them, with what it said."""
+        """Number of tokens that stand for the picture or recording in these tensors. layout: names of those whose
+        numbers the model may look at, besides integers. Raises ValueError, with the model's answer, if it does not take
+        them."""
         import torch
         from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
@@ -50,7 +51,7 @@ class AskedModel:
                 tokens = sum(each.numel() // each.shape[-1] for each in features)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ValueError(f"it decides by numbers that it computes, which are not known here ({error})") from error
-        except Exception as error:  # of any kind: it is a model's, given what may not be meant for it
+        except Exception as error:  # any kind: a model raises it, given what may not fit
             raise ValueError(f"{type(error).__name__}: {error}") from error
         wide, of_words = features[0].shape[-1], self._embeddings.shape[1]
         if getattr(output, "pooler_output", None) is not None and wide != of_words:
@@ -58,12 +59,13 @@ class AskedModel:
         return tokens
 
     def takes(self, method: str) -> Collection[str]:
-        """Names of what a method of the model takes; none if it has no such method."""
+        """Names of the arguments of one of the model's methods; none if it has no such method."""
         found = [getattr(each, method) for each in _owners(self._module[0]) if hasattr(each, method)]
         return {name for each in found for name in inspect.signature(each).parameters}
 
     def tokens_heard(self, frames: int) -> int | None:
-        """Tokens that stand for so many frames of a recording, as what hears them says; None if it does not."""
+        """Number of tokens that stand for so many frames of a recording, by the part of the model that hears them; None
+        if it does not say."""
         import torch
 
         towers = [getattr(each, "audio_tower", None) for each in _owners(self._module[0])]
@@ -76,7 +78,7 @@ class AskedModel:
 
     @property
     def words(self) -> int:
-        """Tokens that have an embedding."""
+        """Number of tokens in the vocabulary: those with an embedding."""
         return self._embeddings.shape[0]
 
     @property
@@ -113,12 +115,12 @@ def _that_takes(tensors: "Mapping[str, torch.Tensor]", module: "nn.Module") -> C
 
 
 def _owners(module: "nn.Module") -> "list[Any]":
-    """A model with a head, and what is below the head."""
+    """A model with a head, and the models below its head."""
     return [module, getattr(module, "model", None), getattr(module, "base_model", None)]
 
 
 def _features(output: Any) -> "tuple[torch.Tensor, ...]":
-    """What is put in the places of tokens, of one picture or of each."""
+    """The features that a model puts in the places of tokens; one tensor, or one for each picture."""
     found = getattr(output, "pooler_output", None)
     if found is None and getattr(output, "deepstack_features", None) is not None:
         found = output.deepstack_features[0][1]

@@ -1,5 +1,5 @@
-"""Pictures in text, as the processor of a Hugging Face model hands them over: which tensors bring one, and how many
-tokens stand for it, which the model itself is asked."""
+"""Pictures in the text of a Hugging Face model, as its processor hands them over: which tensors hold a picture, and how
+many tokens stand for it. The model itself is asked."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Picture:
-    """The picture of one sample, or what is in the places of one.
+    """The picture in one sample, or what stands in its places.
 
-    tokens: that stand for it in the text, each of them `mark` (None: any). tensors: (samples, tokens of each) -> what
-    brings it. layout: those whose numbers say where a picture is and how large. assumes: its size in words, if free.
-    begins, ends: tokens that stand before and after it. kind: what it is called.
+    tokens: how many stand for it in the text; each of them is `mark` (None: any token). tensors: (samples, tokens of
+    each) -> the tensors of the picture. layout: names of those whose numbers say where a picture is and how large.
+    assumes: its size in words, if any is possible. begins, ends: tokens before and after it. kind: what to call it.
     """
 
     tokens: int
@@ -36,14 +36,14 @@ class Picture:
 
     @property
     def around(self) -> int:
-        """Tokens of a picture and of what marks its ends."""
+        """Number of tokens of a picture, with those that mark its ends."""
         return len(self.begins) + self.tokens + len(self.ends)
 
 
 def picture_of(takes: Collection[str], config: Any, model: AskedModel) -> Picture | None:
-    """The picture in the text of a model whose forward takes these; None where how to make it is not known here. Raises
-    ValueError, with the picture and what the model said to it, where that takes it in none of the ways that its forward
-    names."""
+    """The picture in the text of a model whose forward takes these arguments; None if no way to make it is known here.
+    Raises ValueError, with the picture and the model's answer, if the model takes the picture in none of the ways that
+    its arguments suggest."""
     vision = _vision(config)
     if vision is None or not _has_places(takes, config):
         return None
@@ -67,7 +67,7 @@ def picture_of(takes: Collection[str], config: Any, model: AskedModel) -> Pictur
 
 
 def picture_beside(takes: Collection[str], config: Any) -> Picture | None:
-    """A picture that is beside the text, not in it: that of BLIP."""
+    """The picture of a model that takes it beside the text and not in it, as BLIP does; None for others."""
     vision = _vision(config)
     placed = any("image" in name for name in takes) or any(hasattr(config, name) for name in _MARKS)
     if vision is None or "pixel_values" not in takes or placed:
@@ -79,14 +79,15 @@ _MARKS = ("image_token_id", "image_token_index", "video_token_id", "video_token_
 
 
 def mark_of(config: Any) -> int | None:
-    """The token that stands in the text in the places of a picture."""
+    """The token that stands in the text in the places of a picture; None if the configuration names none."""
     found = [getattr(config, name, None) for name in _MARKS]
     named = getattr(config, "vocabulary_map", None) or {}
     return next((token for token in (*found, named.get("<image>")) if isinstance(token, int)), None)
 
 
 def unsaid_mark(takes: Collection[str], config: Any) -> str:
-    """Where a configuration that has pictures should say which token marks them, and does not; '' if it does."""
+    """Names of the key in which a configuration with pictures fails to say which token marks them; '' if it says so, or
+    has no pictures."""
     if _vision(config) is None or "pixel_values" not in takes or _has_places(takes, config):
         return ""
     if hasattr(config, "vocabulary_map"):
@@ -120,15 +121,16 @@ def _picture(takes: Collection[str], config: Any, way: HandedOver, tokens: int) 
 
 
 _BESIDE = ("mm_token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask")
-"""Names under which a forward may take, for each token, whether a picture stands there."""
+"""Arguments of a forward that tell for each token whether a picture stands there."""
 
 _SEES_ITS_PROMPT_WHOLE = ("paligemma",)
-"""Types of models that attend to all of the picture and of what is asked about it at once: their token types say 0 of
-these, and 1 of what is to be learnt."""
+"""Types of models that attend to a picture and the question about it as a whole: in their token types 0 stands for
+both, and 1 for what is to be learnt."""
 
 
 def _in_text(size: int, seq_len: int, tokens: int, after: int = 0) -> "torch.Tensor":
-    """[size, seq_len]: 1 where a picture stands, which is where a sample begins, `after` so many tokens."""
+    """[size, seq_len]: 1 at the `tokens` tokens of a picture, which begins after the first `after` tokens of a
+    sample."""
     import torch
 
     here = torch.zeros(size, seq_len, dtype=torch.long)

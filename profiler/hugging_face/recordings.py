@@ -1,5 +1,5 @@
-"""Recordings of speech, as the feature extractors of Hugging Face models hand them over, and the loss of heads that
-write down what is said without being told when (CTC)."""
+"""Recordings of speech, as feature extractors of Hugging Face models make them; and the CTC loss of heads that write
+down what is said without being told when."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,37 +9,38 @@ if TYPE_CHECKING:
     import torch
 
 SECONDS, _RATE, _LETTERS = 10, 16_000, 100
-"""Of a recording, what it is sampled at, and letters said in it: an assumption, of the size of read sentences."""
+"""Seconds of a recording, samples in a second, and letters said in it. An assumption: as in sentences that are read
+aloud."""
 
 FRAMES_PER_S = 100
-"""Frames of a spectrogram in a second, where each is 10 ms later than the one before."""
+"""Frames of a spectrogram in a second: each is 10 ms after the one before."""
 
 _STACKED = {"wav2vec2-bert": (2, 2), "granite_speech5_ctc": (4, 2)}
-"""By model type: (how many times as wide as its frequencies a frame is, how many frames it is made of). Both put two
-frames beside each other; Granite's have beside them how they change."""
+"""Type of model -> (width of a frame over the number of frequencies, number of 10 ms frames that make one). Both join
+two neighbouring frames; Granite's also hold how these change."""
 
 BINS = 80
-"""Frequencies of a frame, where a configuration does not say."""
+"""Frequencies in a frame, if a configuration does not say."""
 
 HEARD = ("input_values", "input_features")
-"""Main inputs that are recordings: as they are, or as spectrograms."""
+"""Names of main inputs that are recordings, as they are or as spectrograms."""
 
 
 def heard(size: int) -> "torch.Tensor":
-    """[size, samples]: recordings as they are."""
+    """[size, samples]: recordings as numbers over time."""
     import torch
 
     return torch.randn(size, SECONDS * _RATE)
 
 
 def assumed(letters: bool) -> str:
-    """What is assumed of a recording; letters: of what is said in it, too."""
+    """What is assumed of recordings, in words. letters: also of what is said in them."""
     of = f"recordings of {SECONDS} s at {_RATE // 1000} kHz"
     return f"{of} in which {_LETTERS} letters are said" if letters else of
 
 
 def ctc_batches(config: Any, main_input: str) -> MakeBatch:
-    """Recordings, and letters said in them, none of which is the blank."""
+    """Batches of recordings, with the letters that are said in them as targets; none of these is the blank."""
 
     def batch(size: int) -> Batch:
         import torch
@@ -52,7 +53,7 @@ def ctc_batches(config: Any, main_input: str) -> MakeBatch:
 
 
 def spectrogram(config: Any, size: int) -> "torch.Tensor":
-    """[size, frames, width of each]."""
+    """[size, frames, width of a frame]: recordings as spectrograms."""
     import torch
 
     parts = (config, getattr(config, "encoder_config", None))
@@ -68,7 +69,8 @@ def _blank(config: Any) -> int:
 
 
 def ctc_loss(config: Any) -> Loss:
-    """The loss of transformers' CTC heads, whose own asks for the targets' lengths by their values."""
+    """The loss of transformers' CTC heads, with the targets' lengths from shapes. Their own asks for the targets'
+    values."""
 
     def loss(output: Any, batch: Any) -> "torch.Tensor":
         import torch

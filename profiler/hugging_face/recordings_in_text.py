@@ -1,5 +1,5 @@
-"""Recordings in text, as processors of Hugging Face models hand them over; how many tokens stand for one the model
-itself is asked."""
+"""Recordings in the text of a Hugging Face model, as its processor hands them over. The model itself is asked how many
+tokens stand for one."""
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -20,8 +20,8 @@ _MASKS = ("input_features_mask", "feature_attention_mask")
 
 
 def recording_of(takes: Collection[str], config: Any, model: AskedModel) -> Picture | None:
-    """The recording in the text of a model whose forward takes these; None if it has no place for one, or if it takes
-    none of those that are known here."""
+    """The recording in the text of a model whose forward takes these arguments; None if it has no place for one, or
+    takes none of those that can be made here."""
     mark = _mark_of(config)
     if mark is None or "input_features" not in takes or mark >= model.words:
         return None
@@ -41,7 +41,7 @@ def recording_of(takes: Collection[str], config: Any, model: AskedModel) -> Pict
 
 
 def without_place(takes: Collection[str], config: Any, model: AskedModel) -> str:
-    """Why a model that takes recordings has no place for one in its text, in words; "" if that is not why."""
+    """Why the text of a model that takes recordings has no place for one, in words; "" if there is no such reason."""
     mark, unsaid = _mark_of(config), [name for name in _MARKS if hasattr(config, name)]
     if "input_features" not in takes or not unsaid or (mark is not None and mark < model.words):
         return ""
@@ -55,13 +55,13 @@ def _mark_of(config: Any) -> int | None:
 
 
 def _of_any_length(tensors: "Callable[[int], Tensors]") -> "Callable[[int, int], Tensors]":
-    """The same from (samples, tokens of each), whatever these are."""
+    """A function of (samples, tokens of each) that makes these tensors and ignores the number of tokens."""
     return lambda size, seq_len: tensors(size)
 
 
 def _spectrograms(config: Any) -> Iterator[tuple[tuple[int, int], int]]:
-    """(what one may be as [frequencies, frames] or [frames, frequencies], frames of it), what is most likely first:
-    encoders as Whisper's take two frames for each of their positions, always as many."""
+    """(shape of a recording, [frequencies, frames] or the other way round; its number of frames) for all that a model
+    may take, the most likely first. Encoders like Whisper's always take two frames for each of their positions."""
     parts = [getattr(config, name, None) for name in ("audio_config", "encoder_config", "audio_encoder_config")]
     audio = next((part for part in parts if part is not None), config)
     bins = next((found for name in _WIDTHS if isinstance(found := getattr(audio, name, None), int)), BINS)

@@ -1,4 +1,4 @@
-"""A measured Device: kernels and collectives timed where they run, and the numbers that fit the times."""
+"""Measures a device: times kernels and collectives where they run, and fits the device's numbers to the times."""
 
 import datetime
 import json
@@ -23,24 +23,25 @@ from .cluster import Device, Link
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 WARM_UPS = 2
-"""Calls before the clock starts: they allocate, load libraries and choose kernels."""
+"""Calls before the clock starts; in these memory is allocated, libraries are loaded and kernels chosen."""
 
 LEAST_SAMPLES = 3
 MOST_SAMPLES = 200
 
 SHORTEST_S = 2e-4
-"""A sample repeats its kernel until it takes about this long, so that the clock's own resolution does not count."""
+"""A kernel is repeated within a sample until that takes about so many seconds, so that the clock's own resolution does
+not matter."""
 
 OPTIMIZERS = {"adamw": (torch.optim.AdamW, 28), "sgd": (torch.optim.SGD, 12)}
-"""(class, bytes moved per fp32 parameter as the planner counts them)"""
+"""Name -> (class, bytes moved for each fp32 parameter, as the planner counts them)."""
 
 HALVES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
-"""Passes around the ring that each collective takes."""
+"""Collective -> number of times that it goes around the ring."""
 
 _WIDTH = 512
 _LAUNCH_CHAIN = 50
 _OPERATORS_OF_PAIR = 6
-"""Of a linear layer and a ReLU that move memory: two forward, four backward."""
+"""Operators of a linear layer and a ReLU that move memory: two in forward, four in backward."""
 
 _KINDS = {
     "elementwise": ("add", "mul"),
@@ -50,15 +51,15 @@ _KINDS = {
     "copy": ("clone",),
     "other": ("sum", "_softmax"),
 }
-"""Kind of operator -> measured ones whose median stands for those that were not measured."""
+"""Kind of operator -> the measured operators whose median stands for others of that kind."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """What is measured, and for how long. Bytes are those of one tensor; collectives: of the full tensor.
+    """What is measured, and for how long. Numbers of bytes are those of one tensor; for collectives of the full tensor.
 
-    rounds: everything is measured so often, one after the other, so that a slow minute of the machine does not meet
-    one kernel alone. seconds_per_kernel, collective_samples: in each round.
+    rounds: number of times that everything is measured, one after the other, so that a slow minute of the machine does
+    not meet a single kernel. seconds_per_kernel, collective_samples: in each round.
     """
 
     rounds: int
@@ -95,12 +96,12 @@ EFFORTS = {
         (512, 2048), 32, (2**16, 2**22, 2**26), 3, 2**24, 4,
     ),
 }  # fmt: skip
-"""(device type, whether in a hurry) -> effort"""
+"""(device type, whether in a hurry) -> effort."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: the median of `count` samples; spread: distance of the quartiles over the median."""
+    """Seconds of one call: the median of `count` samples. spread: distance between the quartiles, over the median."""
 
     median_s: float
     spread: float
@@ -108,7 +109,7 @@ class Timing:
 
 
 def summary(samples: Sequence[float]) -> Timing:
-    """Median and spread of samples in seconds: a few wild ones change neither."""
+    """Median and spread of samples in seconds; a few wild samples change neither."""
     if len(samples) == 1:
         return Timing(samples[0], 0.0, 1)
     low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -116,7 +117,7 @@ def summary(samples: Sequence[float]) -> Timing:
 
 
 class Clock:
-    """Times what runs on one device. All that CUDA needs (events, synchronising) is here."""
+    """Times what runs on one device. All that CUDA needs for that (events, synchronising) is here."""
 
     def __init__(self, device_type: str) -> None:
         self.is_cuda = device_type == "cuda"
@@ -127,7 +128,7 @@ class Clock:
             torch.cuda.synchronize()
 
     def mark(self) -> Any:
-        """A moment in the device's stream of work."""
+        """A mark at the present moment in the device's work."""
         if not self.is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -139,7 +140,7 @@ class Clock:
         return start.elapsed_time(end) * 1e-3 if self.is_cuda else end - start  # type: ignore[no-any-return]
 
     def seconds(self, run: Callable[[], object], repeats: int = 1) -> float:
-        """Seconds of one of `repeats` calls."""
+        """Seconds of one call of `run`, on average over `repeats` calls."""
         start = self.mark()
         for _ in range(repeats):
             run()
@@ -148,7 +149,7 @@ class Clock:
         return self.between(start, end) / repeats
 
     def timing(self, run: Callable[[], object], budget_s: float) -> Timing:
-        """Samples of `run` for about `budget_s` seconds, after a warm-up."""
+        """Times of `run`, sampled for about `budget_s` seconds after a warm-up."""
         for _ in range(WARM_UPS):
             run()
         self.synchronise()
@@ -162,11 +163,11 @@ class Clock:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank (or, merged, all of them) measured.
+    """What one rank has measured, or all of them, if merged.
 
-    matmuls: dtype -> ((rows, inner, columns), timing). traffic: aten operator or optimizer -> (bytes, timing).
-    curve: (bytes moved by an addition, timing). attention: forward and backward, (FLOPs, timing). collectives: kind ->
-    (full bytes, timing).
+    matmuls: dtype -> ((rows, inner, columns), timing). traffic: aten operator or optimizer -> (bytes, timing). curve:
+    (bytes moved by an addition, timing). attention: forward and backward -> (FLOPs, timing). collectives: kind ->
+    (bytes of the full tensor, timing).
     """
 
     matmuls: dict[str, list[tuple[tuple[int, int, int], Timing]]]
@@ -234,7 +235,7 @@ def _matmuls(dtype: torch.dtype, effort: Effort, timed: _Timed) -> list[tuple[tu
 
 
 def _kernels(tensor_bytes: int, dtype: torch.dtype) -> Iterable[tuple[str, Callable[[], Any], float]]:
-    """(aten operator, call, bytes of the tensors that it reads and writes) of what models are made of but products."""
+    """(aten operator, call, bytes that it reads and writes) for the operators of models that are not products."""
     aten = torch.ops.aten
     rows = max(1, tensor_bytes // (_WIDTH * dtype.itemsize))
     x, y = (torch.randn(rows, _WIDTH).to(dtype) for _ in range(2))
@@ -271,7 +272,7 @@ def _kernels(tensor_bytes: int, dtype: torch.dtype) -> Iterable[tuple[str, Calla
 
 
 def _moved_bytes(name: str, arguments: tuple[Any, ...], result: Any) -> float:
-    """Bytes of an operator's tensors, as a profile counts them: a lookup reads its rows, not the table."""
+    """Bytes that an operator moves, as a profile counts them: a lookup reads rows, and not the whole table."""
     written = sum(t.nbytes for t in tree_leaves(result) if isinstance(t, torch.Tensor))
     if name == "embedding":
         return float(2 * written + arguments[1].nbytes)
@@ -288,7 +289,8 @@ def _optimizer(name: str, effort: Effort, timed: _Timed) -> tuple[float, Timing]
 
 
 def _attention(effort: Effort, dtype: torch.dtype, timed: _Timed) -> dict[str, list[tuple[float, Timing]]]:
-    """FLOPs and times of causal fused attention; the backward is what forward and backward take beyond the forward."""
+    """FLOPs and times of causal fused attention. The backward's time is that of forward and backward less that of the
+    forward."""
     found: dict[str, list[tuple[float, Timing]]] = {"forward": [], "backward": []}
     for length in effort.attention_lengths:
         shape = (1, effort.attention_heads, length, 64)
@@ -311,7 +313,8 @@ def _causal_both(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: to
 
 
 def _launch(timed: _Timed) -> Timing:
-    """Seconds of one smallest operator, forward or backward, in eager mode, with its share of module and autograd."""
+    """Seconds of one of the smallest operators in eager mode, forward or backward, with its share of modules and
+    autograd."""
     pairs = [module for _ in range(_LAUNCH_CHAIN) for module in (nn.Linear(4, 4), nn.ReLU())]
     chain, start = nn.Sequential(*pairs), torch.ones(1, 4, requires_grad=True)
 
@@ -324,7 +327,7 @@ def _launch(timed: _Timed) -> Timing:
 
 
 def _collectives(effort: Effort, clock: Clock) -> dict[str, list[tuple[float, Timing]]]:
-    """Kind -> (full bytes, timing); every rank makes the same calls."""
+    """Kind -> (bytes of the full tensor, timing). All ranks make the same calls."""
     ranks, rank = num_ranks_here(), dist.get_rank()
     found: dict[str, list[tuple[float, Timing]]] = {}
     for size in effort.collective_bytes:
@@ -347,7 +350,8 @@ def _collectives(effort: Effort, clock: Clock) -> dict[str, list[tuple[float, Ti
 
 
 def _hand_over(tensor: torch.Tensor, rank: int, ranks: int) -> None:
-    """Every even rank sends to the next one, all at once; the last of an odd number waits."""
+    """Send a tensor from every even rank to the next one, all at once; if the number of ranks is odd, the last one
+    waits."""
     peer = rank ^ 1
     if peer >= ranks:
         return
@@ -360,7 +364,8 @@ def _hand_over(tensor: torch.Tensor, rank: int, ranks: int) -> None:
 
 
 def merged(several: Sequence[Measured], *, ranks: bool = False) -> Measured:
-    """One measurement of several rounds, or of all ranks: medians; a collective takes as long as its slowest rank."""
+    """One measurement in place of those of several rounds, or of all ranks: medians; for collectives, across ranks, the
+    slowest rank counts."""
     first = several[0]
 
     def pairs(of: Callable[[Measured], list[tuple[Any, Timing]]], slowest: bool = False) -> list[tuple[Any, Timing]]:
@@ -390,9 +395,10 @@ def _together(timings: Sequence[Timing], slowest: bool = False) -> Timing:
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(constant, slope) of seconds over an amount, neither negative, with the least relative error.
+    """(constant, slope) of a line through (amount, seconds), neither below 0, with the least squares of relative
+    errors.
 
-    Relative, for the smallest amounts say most about the constant and the largest about the slope.
+    Relative, because the smallest amounts tell most about the constant, and the largest about the slope.
     """
     ones = sum(1 / y**2 for _, y in points)
     xs, xxs = sum(x / y**2 for x, y in points), sum(x * x / y**2 for x, y in points)
@@ -406,7 +412,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def fit_factor(model_s: Sequence[float], measured_s: Sequence[float]) -> float:
-    """What the modelled times are to be multiplied with, for the least relative error."""
+    """The factor of the modelled times with the least squares of relative errors."""
     ratios = [model / measured for model, measured in zip(model_s, measured_s, strict=True)]
     return sum(ratios) / sum(ratio * ratio for ratio in ratios)
 
@@ -414,9 +420,10 @@ def fit_factor(model_s: Sequence[float], measured_s: Sequence[float]) -> float:
 def fit_link(
     collectives: Mapping[str, Sequence[tuple[float, Timing]]], num_ranks: int
 ) -> tuple[Link, dict[str, float]]:
-    """(link, time over the ideal ring on it by collective) from times of several sizes of each.
+    """(link, kind of collective -> its time over that of an ideal ring on this link), from times of several sizes of
+    each.
 
-    The link is the one on which an all_gather is a ring: (n-1)/n of the bytes, and n-1 hops.
+    The link is the one on which an all_gather takes as long as an ideal ring: (n-1)/n of the bytes, and n-1 hops.
     """
     hops, moved = num_ranks - 1, (num_ranks - 1) / num_ranks
     gather = [(full_bytes, timing.median_s) for full_bytes, timing in collectives["all_gather"]]
@@ -522,7 +529,7 @@ _KEPT = "not measured, kept from preset"
 
 
 def _at(place: float, points: Sequence[tuple[float, float]]) -> float:
-    """Value at the nearest point, on a logarithmic scale."""
+    """The value of the point that is nearest on a logarithmic scale."""
     return min(points, key=lambda point: abs(math.log(point[0] / place)))[1]
 
 

@@ -17,16 +17,16 @@ from .units import parse_bytes, parse_bytes_per_s, parse_flops_per_s, parse_seco
 _Model = TypeVar("_Model", bound=BaseModel)
 
 MOST_DEVICES = 10_000_000
-"""More are refused: ranks are numbered one by one in a plan's tables, and no cluster comes near."""
+"""Clusters with more devices are refused: a plan's tables number ranks one by one, and no real cluster comes near."""
 
 LEAST_BANDWIDTH = 1e3
-"""Bytes per second; a link below that is a number whose unit was left out."""
+"""Least bytes per second of a link: a smaller number is one whose unit was left out."""
 
 HARDWARE_FOLDER = Path(__file__).parent / "hardware"
 
 
 def _link_rate(text: str | int | float) -> float:
-    """Bytes per second, of a link that can be meant."""
+    """Bytes per second of a link. Raises ValueError for a rate that no link can have."""
     rate = parse_bytes_per_s(text)
     if 0 < rate < LEAST_BANDWIDTH:
         raise ValueError(f'{rate:g} bytes per second are no link: give it with its unit, such as "50 GB/s"')
@@ -39,7 +39,7 @@ _Overhead = Annotated[float, BeforeValidator(parse_bytes), Field(ge=0, le=1e16)]
 _Rate = Annotated[float, BeforeValidator(parse_bytes_per_s), Field(gt=0, le=1e16)]
 _Time = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0, le=60)]
 _Speed = Annotated[float, BeforeValidator(parse_flops_per_s), Field(gt=0, le=1e20)]
-"""Upper ends are a thousand times and more beyond any device: what lies above has the wrong unit."""
+"""The upper limits here are a thousand times what any device has, or more: a number above them has the wrong unit."""
 
 _Share = Annotated[float, Field(gt=0, le=1)]
 _Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -48,11 +48,11 @@ _Factor = Annotated[float, Field(gt=0, le=1e4)]
 _Many = Annotated[int, Field(gt=0, le=1_000_000)]
 
 MatmulSample = tuple[PositiveInt, PositiveInt, PositiveInt, _Share]
-"""Rows, inner and columns of a product, and the share of peak that it reached."""
+"""(rows, inner, columns of a product, share of the peak that it reached)."""
 
 
 class Link(Frozen):
-    """A way for bytes, in one direction."""
+    """What moves bytes between devices or hosts, in one direction."""
 
     bandwidth: _LinkRate = Field(description="bytes per second that a large collective really gets, one direction")
     latency: _Time = Field(description="seconds per hop of a small message")
@@ -152,11 +152,11 @@ class Device(Frozen):
 
     @property
     def computes_bf16(self) -> bool:
-        """Whether bf16 is worth it: at least as fast as fp32. CPUs without hardware for it emulate it."""
+        """Whether bf16 is at least as fast as fp32; CPUs without hardware for it emulate it."""
         return self.flops.get("bf16", 0.0) >= self.flops.get("fp32", 0.0)
 
     def communicator_of(self, axis: str) -> float:
-        """Bytes outside of the allocator for the process group of a mesh axis."""
+        """Bytes outside of the allocator that the process group of a mesh axis takes."""
         return self.communicators.get(axis, self.communicator)
 
 
@@ -175,18 +175,19 @@ class HostGroup(Frozen):
     )
 
     def is_like(self, other: "HostGroup") -> bool:
-        """Whether its hosts are of the same kind: equal devices, links, networks and numbers of devices."""
+        """Whether its hosts are of the same kind as the other's: equal devices, links, networks and numbers of
+        devices."""
         mine, theirs = (self.device, self.link, self.network), (other.device, other.link, other.network)
         return mine == theirs and self.devices_per_host == other.devices_per_host
 
     @property
     def devices_per_machine(self) -> int:
-        """Devices of what launchers call a node: of a host, or of one of its machines."""
+        """Devices of what launchers call a node, which is a host or one of its machines."""
         return math.gcd(self.devices_per_host, self.device.devices_per_machine or self.devices_per_host)
 
 
 class Group(Frozen):
-    """Where the ranks of one communication group sit: the worst of all groups of a mesh axis."""
+    """Where the ranks of a communication group sit, in the worst case among all groups of a mesh axis."""
 
     ranks_per_host: PositiveInt
     hosts: PositiveInt
@@ -233,8 +234,8 @@ class ClusterSpec(Frozen):
 
     @property
     def device(self) -> Device:
-        """The device that all are treated as: of unequal ones the one with the least peak, of equal peaks the one that
-        reaches the least share of it, with the least memory."""
+        """The device that stands for all: of unequal ones that with the lowest peak (of equal peaks that which reaches
+        the smallest share of it), with the least memory of any."""
         slowest = min(
             (group.device for group in self.hosts),
             key=lambda d: (max(d.flops.values()), d.matmul_efficiency * d.product_speed),
@@ -243,7 +244,7 @@ class ClusterSpec(Frozen):
 
     @property
     def devices(self) -> str:
-        """How many there are of which device: "8 x h100-80gb + 8 x a100-80gb"."""
+        """Number of devices by name, for people: "8 x h100-80gb + 8 x a100-80gb"."""
         counts: dict[str, int] = {}
         for group in self.hosts:
             counts[group.device.name] = counts.get(group.device.name, 0) + group.count * group.devices_per_host
@@ -251,7 +252,7 @@ class ClusterSpec(Frozen):
 
     @property
     def price_per_hour(self) -> float | None:
-        """US dollars of one device, on average; None if the price of one is not known."""
+        """US dollars per hour of a device, on average; None if the price of any device is not known."""
         prices = [(group.count * group.devices_per_host, group.device.price_per_hour) for group in self.hosts]
         known = [count * price for count, price in prices if price is not None]
         return sum(known) / self.num_devices if len(known) == len(prices) else None
@@ -263,7 +264,7 @@ class ClusterSpec(Frozen):
 
     @property
     def between_hosts(self) -> Link:
-        """The network of hosts that talk at the lowest rate and the longest latency of any of them."""
+        """The network between hosts, at the lowest rate and the longest latency of any host."""
         networks = [group.network or self.network for group in self.hosts]
         return Link(bandwidth=min(n.bandwidth for n in networks), latency=max(n.latency for n in networks))
 
@@ -283,7 +284,8 @@ class ClusterSpec(Frozen):
 
     @property
     def kind_names(self) -> tuple[str, ...]:
-        """The device of each of `kinds` by name; of several with one name also its first host: "cpu of host 1"."""
+        """For each of `kinds` the name of its device; if several kinds have the same, also the first host: "cpu of host
+        1"."""
         kinds = self.kinds
         names = [kind.hosts[0].device.name for kind in kinds]
         return tuple(
@@ -302,17 +304,18 @@ class ClusterSpec(Frozen):
 
     @property
     def first_hosts(self) -> tuple[int, ...]:
-        """The number of the first host of each group, by which `ordered_by` finds them."""
+        """The number of the first host in each group of hosts; `ordered_by` takes these."""
         return tuple(group.first or 0 for group in self._numbered())
 
     def ordered_by(self, first_hosts: tuple[int, ...]) -> "ClusterSpec":
-        """This cluster with its groups of hosts in another order. first_hosts: the number of the first host of each."""
+        """This cluster with its groups of hosts in another order. first_hosts: number of the first host in each group,
+        in that order."""
         groups = dict(zip(self.first_hosts, self._numbered(), strict=True))
         return self.model_copy(update={"hosts": tuple(groups[first] for first in first_hosts)})
 
     def changed(self, devices: Mapping[int, Device], networks: Mapping[int, Link] | None = None) -> "ClusterSpec":
-        """This cluster with other devices in some of its hosts, or other networks, ranks as they are. devices,
-        networks: number of a host -> its."""
+        """This cluster with other devices or networks in some hosts; ranks stay the same. devices, networks: number of
+        a host -> its new device or network."""
         hosts: list[HostGroup] = []
         for group in self._numbered():
 
@@ -327,7 +330,7 @@ class ClusterSpec(Frozen):
         return self.model_copy(update={"hosts": tuple(hosts)})
 
     def without(self, numbers: Collection[int]) -> "ClusterSpec":
-        """This cluster without some of its hosts, the others counted anew in the order of their numbers. Raises
+        """This cluster without the hosts of these numbers; the others are numbered anew, in the same order. Raises
         ValueError if none is left."""
         hosts = []
         for group in sorted(self._numbered(), key=lambda group: group.first or 0):
@@ -340,14 +343,14 @@ class ClusterSpec(Frozen):
         return self.model_copy(update={"name": name, "hosts": tuple(hosts)})
 
     def _numbered(self) -> Iterator[HostGroup]:
-        """The groups with the number of their first host."""
+        """The groups of hosts, each with the number of its first host."""
         host = 0
         for group in self.hosts:
             yield group if group.first is not None else group.model_copy(update={"first": host})
             host += group.count
 
     def host_of(self, rank: int) -> tuple[int, int]:
-        """(host by its number in the cluster file, device on that host) of a rank."""
+        """(number of its host in the cluster file, number of its device on that host) of a rank."""
         host = 0
         for group in self.hosts:
             in_group = group.count * group.devices_per_host
@@ -368,7 +371,7 @@ class ClusterSpec(Frozen):
         raise ValueError(f"rank lies outside the {self.num_devices} devices of {self.name}")
 
     def group(self, size: int, stride: int) -> Group:
-        """Where a group of `size` ranks, `stride` apart, sits in the worst case over the cluster."""
+        """Where a group of `size` ranks, `stride` apart, sits in the worst case in the cluster."""
         return _worst_group(size, stride, self.devices_per_host, self.num_devices)
 
 
@@ -387,8 +390,8 @@ def _worst_group(size: int, stride: int, devices_per_host: int, num_devices: int
 
 
 def _spread(first: int, size: int, stride: int, devices_per_host: int) -> tuple[int, int]:
-    """(hosts of `size` ranks from `first` on, the most of them on one host, negative), with strides within a host: how
-    many a host has repeats after `stride` hosts."""
+    """(number of hosts that `size` ranks from `first` on are on, minus the most of them on one host). Only some hosts
+    have to be looked at, for numbers of ranks repeat after `stride` hosts."""
     begins, ends = first // devices_per_host, (first + (size - 1) * stride) // devices_per_host
 
     def before(host: int) -> int:
@@ -449,8 +452,8 @@ def cluster_of(device: Device, num_devices: int, devices_per_host: int | None = 
 
 
 def made_by_flags(cluster: ClusterSpec) -> bool:
-    """Whether --gpus, --device and --gpus-per-node say all of a cluster: it is as `cluster_of` makes and names it. That
-    of a file or of an instance type has a name of its own."""
+    """Whether --gpus, --device and --gpus-per-node describe the cluster completely: then `cluster_of` makes the same,
+    with the same name. A cluster of a file or of an instance type has a name of its own."""
     first, *others = cluster.hosts
     if others:
         return False
@@ -495,13 +498,14 @@ def load_cluster(path: Path) -> ClusterSpec:
 
 
 def _check_number(where: str, num_devices: int) -> None:
-    """Raises ValueError for more devices than there is a plan for."""
+    """Raises ValueError if there are more devices than a plan can have."""
     if num_devices > MOST_DEVICES:
         raise ValueError(f"{where}: {num_devices:,} devices; a plan is for at most {MOST_DEVICES:,}")
 
 
 def _network(entry: object, path: Path) -> Link:
-    """The network of a cluster file. Raises ValueError, also where hosts would not reach each other."""
+    """The network in a cluster file. Raises ValueError, also if its bandwidth is 0, so that hosts could not reach each
+    other."""
     try:
         return _validated(Link, entry, f"{path} [network]")
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Cloud instance types: which GPUs one has, and what joins it with others."""
+"""Cloud instance types: their GPUs, and the network between instances."""
 
 import difflib
 import tomllib
@@ -26,11 +26,11 @@ class Instance(Frozen):
 
     @property
     def bytes_per_s(self) -> float:
-        """What large collectives get between instances, of one instance, in one direction."""
+        """Bytes per second that large collectives get between instances, for one instance in one direction."""
         return self.network * 1e9 / 8 * self.share
 
     def cluster(self, nodes: int) -> ClusterSpec:
-        """So many of these instances."""
+        """A cluster of so many instances."""
         device = load_device(self.device)
         network = Link(bandwidth=self.bytes_per_s, latency=device.network.latency)
         whole = cluster_of(device, nodes * self.gpus, self.gpus)

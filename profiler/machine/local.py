@@ -1,4 +1,4 @@
-"""The GPUs in this machine, asked of nvidia-smi (so without torch), and the presets they match."""
+"""The GPUs in this machine, by nvidia-smi (so without torch), and the presets for them."""
 
 import re
 import shutil
@@ -17,7 +17,7 @@ _PRESETS = (
     (re.compile(r"L40S"), 0, "l40s"),
     (re.compile(r"A10G"), 0, "a10g"),
 )
-"""(what its name holds, at least this many MiB, preset); the first that holds is taken."""
+"""(pattern in a GPU's name, at least so many MiB, preset); the first that matches counts."""
 
 
 def local_gpus() -> list[tuple[str, float]]:

@@ -11,7 +11,7 @@ _NUMBER = re.compile(r"\s*([-+]?[0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)\s
 GIB = 2**30
 
 ALIKE = 0.0005
-"""Share by which two numbers differ that rounds to 0.0%."""
+"""Shares by which two numbers differ below this one are printed as 0.0%."""
 
 
 def parse_bytes(text: str | int | float) -> float:
@@ -68,12 +68,12 @@ def format_count(count: float) -> str:
 
 
 def counted(count: int, noun: str, nouns: str | None = None) -> str:
-    """So many of something for people: 1 layer, 1,024 layers. nouns: of several, where an s does not do."""
+    """A number with its noun, for people: 1 layer, 1,024 layers. nouns: the plural, if it does not end in s."""
     return f"{count:,} {noun if count == 1 else nouns or f'{noun}s'}"
 
 
 def first_of(names: Sequence[str], noun: str = "") -> str:
-    """The first of some names and how many others there are, for people: a (and 2 more). noun: what the others are."""
+    """The first name, and how many others there are, for people: a (and 2 more). noun: what the others are."""
     return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more{noun and f' {noun}'})"
 
 
@@ -88,7 +88,7 @@ def format_dollars(amount: float) -> str:
 
 
 def format_change(share: float) -> str:
-    """A change in percent, with its sign; one that rounds to none is none, and has no sign."""
+    """A change in percent with its sign; 0% without a sign if it rounds to that."""
     return f"{share:+.1%}" if abs(share) >= ALIKE else "0%"
 
 
@@ -125,8 +125,8 @@ def _decimal(value: float) -> str:
 
 
 def _rounds_up_to(value: float, scale: float, step: float = 1000) -> bool:
-    """Whether a value is at least one of a unit, as it is printed: 999.6 us are 1.00 ms. step: of the next smaller
-    unit."""
+    """Whether a value is printed as at least one of a unit: 999.6 us become 1.00 ms. scale: the unit. step: how many of
+    the next smaller unit make one."""
     return value >= scale * (1 - 0.5 / step)
 
 

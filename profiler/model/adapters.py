@@ -30,9 +30,9 @@ _EXAMPLE = "--lora r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
 
 @dataclass(frozen=True)
 class Adapters:
-    """What is said of adapters; what is not is as PEFT has it. targets: names of linear layers, as they end, or
-    all-linear; empty: those that PEFT takes for the type of model, all linear layers where it knows none. base: how
-    what is frozen is kept (frozen.py)."""
+    """The adapters that were asked for; PEFT's defaults hold for the rest. targets: ends of the names of linear layers,
+    or all-linear; if empty, those that PEFT adapts in this type of model, or all linear layers if it knows none. base:
+    how the frozen parameters are kept (frozen.py)."""
 
     r: int
     alpha: int | None = None
@@ -171,7 +171,7 @@ def _built(build: "Callable[[], nn.Module]", adapters: Adapters, source: str) ->
         **({} if adapters.alpha is None else {"lora_alpha": adapters.alpha}),
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of names that transformers renames, and of what PEFT makes of fused experts
+        warnings.simplefilter("ignore")  # on renamed names, and on fused experts
         made: nn.Module = called(lambda: peft.get_peft_model(module, config), f"PEFT on {source}")
     for name, each in made.named_modules():
         if isinstance(each, peft.tuners.lora.layer.ParamWrapper):
@@ -186,14 +186,15 @@ def _built(build: "Callable[[], nn.Module]", adapters: Adapters, source: str) ->
 
 
 def _in_bf16(module: "nn.Module") -> None:
-    """Let the numbers of a base be in bf16, as from_pretrained(..., dtype=torch.bfloat16) has them; buffers stay."""
+    """Cast the parameters of a base to bf16, as from_pretrained(..., dtype=torch.bfloat16) has them; buffers stay as
+    they are."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.bfloat16()
 
 
 def _inner(module: "nn.Module", linears: list[str]) -> "list[nn.Module]":
-    """Linear layers but for the output layer: the model's own word for it, or the last."""
+    """Linear layers without the output layer, which is the one that the model names as such, or else the last."""
     found = [module.get_submodule(name) for name in linears]
     told = getattr(module, "get_output_embeddings", None)
     output = (found[-1] if found else None) if told is None else told()
@@ -201,7 +202,8 @@ def _inner(module: "nn.Module", linears: list[str]) -> "list[nn.Module]":
 
 
 def _ends(names: list[str]) -> list[str]:
-    """The last words of names, each once; the names themselves where these are numbers."""
+    """The last word of each name, without repetitions and numbers; the names themselves if all last words are
+    numbers."""
     ends = dict.fromkeys(name.rpartition(".")[2] for name in names)
     return [end for end in ends if not end.isdecimal()] or names
 

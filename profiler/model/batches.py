@@ -9,10 +9,10 @@ from .loaded import Batch, LoadedModel
 from .model_profile import BatchTensor
 
 _SIZES = (3, 8, 24)
-"""Numbers of samples at which integers are looked at: those that count rows grow with all of them."""
+"""Numbers of samples in the batches whose integers are compared: integers that count rows grow with all of them."""
 
 _MOST_ELEMENTS = 50_000_000
-"""Numbers of a batch that is made only to look at its integers: 0.2 GB."""
+"""Most numbers in a batch that is made only to look at its integers: 0.2 GB."""
 
 
 def named_tensors(batch: Any) -> dict[str, torch.Tensor]:
@@ -67,7 +67,7 @@ def counts_rows(loaded: LoadedModel, one: Batch, two: Batch) -> bool:
 def _counting(
     batches: Sequence[Mapping[str, torch.Tensor]], names: Collection[str], rows: Collection[tuple[str, int]]
 ) -> set[str]:
-    """Those of these tensors whose numbers are in all batches rows of the same tensor and dim."""
+    """Those of these tensors whose numbers may count the rows of one and the same tensor and dim in every batch."""
     return {
         name
         for name in names
@@ -76,7 +76,8 @@ def _counting(
 
 
 def _counts(numbers: torch.Tensor, rows: int) -> bool:
-    """Whether the numbers may be rows: none lies beyond the last, and some in the second half."""
+    """Whether the numbers may count so many rows: none lies beyond the last row, and one at least in the second
+    half."""
     largest = int(numbers.max()) + 1 if numbers.numel() else 0
     return rows / 2 <= largest <= rows
 

@@ -19,7 +19,7 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """
     try:
         with torch.device("meta"):
-            return _without_numbers(build())  # a module that names its device has some
+            return _without_numbers(build())  # a module that names its device has numbers
     except Exception as error:
         if not _asks_for_numbers(error):
             raise
@@ -69,7 +69,8 @@ def in_evaluation(module: nn.Module) -> Iterator[None]:
 
 
 def _train_own(modes: list[tuple[nn.Module, bool]]) -> None:
-    """Call the train() of those parts in training that have one of their own. Raises ValueError where that refuses."""
+    """Call the train() of every part that is in training mode and has a train() of its own. Raises ValueError if that
+    refuses."""
     for part, training in modes:
         if training and has_own_train(part):
             try:
@@ -82,7 +83,7 @@ def _train_own(modes: list[tuple[nn.Module, bool]]) -> None:
 
 
 def has_own_train(part: nn.Module) -> bool:
-    """Whether a train() is not torch's."""
+    """Whether a module's train() is its own, and not torch's."""
     return "train" in vars(part) or type(part).train is not nn.Module.train
 
 
@@ -92,7 +93,7 @@ def _asks_for_numbers(error: BaseException) -> bool:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """While it lasts, modules move their parameters to the meta device as soon as they get them."""
+    """While it lasts, modules move parameters to the meta device as soon as these are registered."""
     register = nn.Module.register_parameter
 
     def moved(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -108,8 +109,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def replace_tensors(root: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put what `make` gives in the place of every tensor of a module: parameters, buffers, and all else that it holds.
-    What was one tensor stays one, and gradients go to the same hooks."""
+    """Replace every tensor of a module (parameters, buffers, and all that it holds elsewhere) by what `make` returns
+    for it. A tensor in several places is replaced by one; hooks on gradients go along."""
     twins: dict[int, torch.Tensor] = {}
     kept: list[torch.Tensor] = []
 
@@ -166,7 +167,7 @@ def with_dense_gradients(root: nn.Module) -> nn.Module:
 
 
 WAS_SPARSE = "_was_sparse"
-"""Attribute of embeddings that asked for sparse gradients."""
+"""Attribute of embeddings whose gradients were to be sparse."""
 
 
 def _loaded() -> Any:
@@ -186,7 +187,7 @@ def is_lazy(module: nn.Module) -> bool:
 
 
 def initialised(module: nn.Module, forward: Callable[[nn.Module], Any]) -> nn.Module:
-    """A module whose lazy parameters have been given their shapes by one forward, which changes nothing else."""
+    """The module, after one forward has given its lazy parameters their shapes; nothing else is changed."""
     was_training = {part: part.training for part in module.modules()}
     try:
         with torch.no_grad():

@@ -82,7 +82,7 @@ class _Dependencies(Frozen):
     """hash of the values of `variables`"""
 
     def hold(self) -> bool:
-        """Whether all is still as it was recorded."""
+        """Whether everything is still as it was recorded."""
         return (
             _values(self.variables, os.environ) == self.values
             and all(_kind(path) == kind for path, kind in self.kinds.items())
@@ -110,7 +110,7 @@ class ProfileCache:
             if not dependencies.hold():
                 return None
             profile = ModelProfile.model_validate_json(document)
-        except (OSError, ValueError):  # not there, not readable, cut off, or of another version: all a miss
+        except (OSError, ValueError):  # not there, not readable, cut off, of another version
             return None
         return CachedProfile(profile, max(0.0, time.time() - dependencies.made_at))
 
@@ -129,7 +129,8 @@ class ProfileCache:
                 _current = None
 
     def keep(self, profile: ModelProfile, recording: "Recording") -> str:
-        """Keep a profile made under `recording`. Returns why it was not kept; '' if it was, or was not meant to be."""
+        """Keep a profile that was made under `recording`. Returns why it was not kept; '' if it was kept, or no
+        profiles are to be."""
         if self._folder is None:
             return ""
         dependencies = recording.dependencies(_user_folders(self._source))
@@ -180,7 +181,7 @@ class Recording:
     unseen: str = ""
 
     def event(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """One of Python's audit events."""
+        """Note one of Python's audit events."""
         if name == "open":
             self._open(*arguments)
         elif name == "import":
@@ -196,13 +197,13 @@ class Recording:
             self.unseen = f"it loads {arguments[0]}"
 
     def ask(self, path: Any) -> None:
-        """A path's existence, size or kind was asked for."""
+        """Note that a path's existence, size or kind was asked for."""
         found = _tracked(path)
         if found:
             self.asked.add(found)
 
     def read_variable(self, name: str | None) -> None:
-        """An environment variable was read; None: all were listed."""
+        """Note that an environment variable was read; None: that all were listed."""
         frame = sys._getframe(2)
         while frame.f_back is not None:
             if frame.f_globals.get("__name__", "").startswith("rich."):  # our own progress bar
@@ -221,7 +222,8 @@ class Recording:
             self.opened.setdefault(found, _identity(found))
 
     def dependencies(self, user_folders: Iterable[str]) -> _Dependencies | str:
-        """All that was read, in its present state; in words, what cannot be told or has changed since it was read."""
+        """All that was read, in its present state; or, in words, what cannot be told, or has changed since it was
+        read."""
         if self.unseen:
             return self.unseen
         for path, identity in self.opened.items():
@@ -253,12 +255,13 @@ class Recording:
 _current: Recording | None = None
 
 _imported: dict[str, tuple[int, int, int] | None] = {}
-"""The user's modules of earlier recordings: Python imports a module once in a process."""
+"""Files of the user's modules in earlier recordings: Python imports a module only once in a process, so later
+recordings do not see them opened."""
 
 
 @functools.cache
 def _install_hook() -> None:
-    """Python's audit hooks stay for the life of the process; ours does nothing when nothing is recorded."""
+    """Install our audit hook. It cannot be removed; when nothing is recorded it does nothing."""
     sys.addaudithook(_hook)
 
 
@@ -269,7 +272,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextmanager
 def _watched_environment(recording: Recording) -> Iterator[None]:
-    """os.environ tells the recording what is read."""
+    """While it lasts, os.environ tells the recording which variables are read."""
     kind: Any = type(os.environ)
     get, iterate = kind.__getitem__, kind.__iter__
 
@@ -291,7 +294,8 @@ def _watched_environment(recording: Recording) -> Iterator[None]:
 
 @contextmanager
 def _watched_stat(recording: Recording) -> Iterator[None]:
-    """os.stat, and with it exists, is_file and getsize, which raise no audit event, tells what is asked about."""
+    """While it lasts, os.stat tells the recording which paths are asked about; so do exists, is_file and getsize, which
+    use it and raise no audit event."""
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -371,7 +375,7 @@ def _user_folders(source: str) -> list[str]:
 
 
 def _places(names: Iterable[str], user_folders: Iterable[str]) -> Iterator[str]:
-    """Paths where the modules of these names could be found before, or instead of, where they were."""
+    """Paths at which a module of these names would be found instead of the one that was."""
     tops = list(user_folders)
     for name in dict.fromkeys(names):
         package, _, leaf = name.rpartition(".")
@@ -387,7 +391,8 @@ def _search_path(package: ModuleType | None) -> list[str]:
 
 
 def _module_files(module: ModuleType) -> list[str]:
-    """The file that a module came from, if it is the user's; torch.ops and its like invent a relative one."""
+    """The file that a module came from, if it is the user's; else none. (torch.ops and the like have a relative path
+    that does not exist.)"""
     found = getattr(module, "__file__", None)
     tracked = _tracked(found) if isinstance(found, str) and os.path.isabs(found) else ""
     return [tracked] if tracked else []
@@ -429,7 +434,7 @@ def _values(names: Iterable[str], environment: Any) -> str:
 
 
 def _prune(folder: Path) -> None:
-    """Removes what is beyond the newest entries, and what writers that were killed left behind."""
+    """Remove all but the newest entries, and files that writers left unfinished when they were killed."""
     entries = sorted(((_lstat(path), path) for path in folder.glob("*.profile")), key=lambda e: -e[0].st_mtime)
     num_bytes = 0
     for i, (found, path) in enumerate(entries):

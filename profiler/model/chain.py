@@ -34,13 +34,14 @@ class Crossing:
 
     @property
     def num_bytes(self) -> int:
-        """Its size in the run in which it was seen."""
+        """Number of bytes that it had in the run in which it was seen."""
         return torch.Size(self.spec.shape).numel() * self.spec.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: events first .. last of the run."""
+    """One layer of the chain. first, last: its first and last event in the run. calls: (module, number of the call) of
+    its modules."""
 
     name: str
     root: str
@@ -74,15 +75,15 @@ class LayerChain:
     repeats_selectively: bool = False
     """Whether it repeats some by checkpoints with contexts of its own, as selective ones."""
     written: frozenset[str] = frozenset()
-    """Parameters that the forward writes into, through .data too."""
+    """Parameters that the forward writes into, also through .data."""
     read_again: tuple[str, ...] = ()
-    """Places of what a forward leaves behind and the next one reads."""
+    """Places (attributes, lists and the like) where a forward leaves something that the next forward reads."""
     hookless: bool = False
     """Whether what is saved for backward cannot be watched: torch.func.grad takes no hooks on saved tensors."""
     asked: frozenset[tuple[str, str]] = frozenset()
-    """Parameters of three dims, and the modules that run where their sizes are asked for."""
+    """(parameter, module): parameters of three dims, and modules that ask for their size."""
     told: tuple[str, ...] = ()
-    """By what the numbers that are trained come to differ with the plan."""
+    """Reasons, in words, why the trained numbers depend on the plan."""
 
     def arriving(self, layer: int) -> list[Crossing]:
         """The tensors from earlier layers that a layer reads, in the order in which they are made."""

@@ -22,7 +22,7 @@ _UNREAD_THIS_WAY = "not used on the way that this forward took (others may, as i
 """Of parameters, in words: of all forwards, or of one among several ways."""
 
 _MOST_TOLD = 5
-"""Parameters, or modules full of them, that a note names."""
+"""Most parameters, or modules with all of their parameters, that a note names."""
 
 
 def build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain:
@@ -58,7 +58,7 @@ def build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain:
 
 
 def _why_one(root: nn.Module, units: Units, watch: ChainWatch) -> str:
-    """Why a model of which nothing had to be joined is one layer all the same."""
+    """A note on why the model is one layer although no layers had to be joined."""
     name = type(root).__name__
     if watch.inputs.transforms:
         who = watch.inputs.transforms
@@ -84,8 +84,8 @@ def _why_one(root: nn.Module, units: Units, watch: ChainWatch) -> str:
 
 
 def _read_early(root: nn.Module, events: list[CallEvent], layers: tuple[Layer, ...]) -> str:
-    """A parameter that is read before the first or after the last of its layer's modules runs, and no other layer
-    reads; '' if there is none."""
+    """Name of a parameter that only one layer reads, before the first or after the last of the layer's modules runs; ''
+    if there is none."""
     aliases: dict[int, list[str]] = defaultdict(list)
     for name, parameter in root.named_parameters(remove_duplicate=False):
         aliases[id(parameter)].append(name)
@@ -135,8 +135,8 @@ def _sharding_problem(fake: FakeModel, watch: ChainWatch, layers: tuple[Layer, .
 
 
 def _join_hooked(root: nn.Module, watch: ChainWatch, found: LayerSpans) -> None:
-    """What a module with backward hooks returns is known to a stage before torch puts them onto it: join the layers
-    that it would cross between."""
+    """Join the layers between which the output of a module with backward hooks would cross: a stage takes that output
+    before torch has put the hooks on it."""
     hooked = any(map(has_backward_hooks, root.modules()))
     crossing = next((c for c in _crossings(watch, found.each) if _is_hooked(root, c)), None) if hooked else None
     if crossing is not None:
@@ -159,7 +159,7 @@ def _crossings(watch: ChainWatch, spans: list[tuple[int, int]]) -> tuple[Crossin
     by_storage: dict[int, list[tuple[Producer, int]]] = defaultdict(list)
     specs = dict(watch.shapes.tensors)
     for key, made in watch.made.items():
-        for producer, _ in made if watch.tensors[key].requires_grad else ():  # by what is written into it later, too
+        for producer, _ in made if watch.tensors[key].requires_grad else ():  # also by what is written into it later
             specs[producer] = replace(specs[producer], requires_grad=True)
         number = watch.storages.number(watch.tensors[key])
         if number not in watch.from_parameters:
@@ -185,7 +185,8 @@ def _use(
     used: dict[Producer, set[int]],
     made_by: dict[Producer, int],
 ) -> None:
-    """Book a read on the last producer in an earlier layer; none, if it was made again in the reading layer."""
+    """Note that a layer reads a tensor of the last producer in an earlier layer; nothing if the reading layer has made
+    the tensor itself before."""
     reader = layer_of[read]
     earlier = [(producer, event) for producer, event in made if event <= read]
     if earlier and layer_of[earlier[-1][1]] < reader:
@@ -238,7 +239,8 @@ def _layers(
 
 
 def _told(some: Sequence[str], names: Iterable[str]) -> str:
-    """Some of the parameters in words: by the outermost modules that have no others."""
+    """A list of these parameters for people: whole modules by name where all of their parameters are among them, the
+    outermost ones, each with how many."""
     inside, all_inside = (Counter(place for name in each for place in _places(name)) for each in (some, names))
     groups = Counter(next(place for place in _places(name) if inside[place] == all_inside[place]) for name in some)
     told = [f"{place} ({count} parameters)" if count > 1 else place for place, count in groups.items()]
@@ -247,13 +249,13 @@ def _told(some: Sequence[str], names: Iterable[str]) -> str:
 
 
 def _places(name: str) -> list[str]:
-    """Modules around a parameter, the outermost first, and itself."""
+    """The names of all modules around a parameter, the outermost first, and then its own."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def _named(names: list[str], layers: list[Layer]) -> tuple[Layer, ...]:
-    """The layers, each by a name of its own: what runs again between others is told by which run it is."""
+    """The layers, each with a name of its own: one that runs again gets the number of its run."""
     runs = [names[:i].count(name) + 1 for i, name in enumerate(names)]
     return tuple(
         replace(layer, name=name if run == 1 else f"{name} (run {run})")
@@ -278,7 +280,7 @@ def _name(layer: Layer, index: int, num_layers: int, units: Units, root: nn.Modu
 def _signature(
     root: nn.Module, parameters: dict[str, nn.Parameter], events: list[CallEvent], chain: LayerChain, index: int
 ) -> tuple[Any, ...]:
-    """What two layers of one class have in common."""
+    """What must be equal for two layers to be of one class."""
     layer = chain.layers[index]
     prefix = layer.root + "." if layer.root else ""
     return (

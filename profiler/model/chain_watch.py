@@ -26,7 +26,7 @@ from .model_profile import Producer
 
 _OF_SIZES = {f"new_{name}" for name in ("empty", "full", "ones", "zeros", "empty_strided")}
 _OF_SIZES |= {f"{name}_like" for name in ("empty", "full", "ones", "zeros")}
-"""Operators that read of their inputs the size alone, by name."""
+"""Names of operators that read only the sizes of their inputs."""
 
 Key = tuple[str, str, int]
 """(kind, name, call) of something that ran: a layer module, a glue function, or the loss."""
@@ -34,7 +34,7 @@ Key = tuple[str, str, int]
 LOSS: Key = ("loss", "loss", 0)
 
 FORWARD = "the forward"
-"""In words, beside the loss."""
+"""How messages call the forward, as opposed to the loss."""
 
 
 @dataclass
@@ -64,7 +64,8 @@ class Cursor:
         self._within: dict[Key, int] = {("module", *call): i for i, own in enumerate(calls) for call in own}
 
     def start(self, kind: str, name: str, call: int) -> None:
-        """Go on to the next event, unless the last one was a function that returned no tensor."""
+        """Note that an event begins. It has the number of the last one if that was a function which returned no
+        tensor."""
         if self._ended:
             self.index += 1
             self.layer = self._after.get(self.key, self.layer)
@@ -74,11 +75,11 @@ class Cursor:
 
     @property
     def ended(self) -> bool:
-        """Whether what comes next is another event."""
+        """Whether the running event has returned, so that the next one gets a new number."""
         return self._ended
 
     def end(self) -> None:
-        """The running event has produced a tensor."""
+        """Note that the running event has produced a tensor."""
         self._ended = True
 
 
@@ -128,7 +129,8 @@ def recording_outputs(root: nn.Module, names: tuple[str, ...], cursor: Cursor, s
 
 
 class Inputs:
-    """Notes which modules write into a tensor they are given, and whose tensors anything writes into afterwards."""
+    """Notes what the modules of a forward do with what they are given: which of them write into it, and what others
+    write into it later."""
 
     def __init__(self, root: nn.Module, names: tuple[str, ...]) -> None:
         self._modules = {name: root.get_submodule(name) for name in names}
@@ -138,39 +140,44 @@ class Inputs:
         self._objects: list[list[tuple[Any, list[Any]]]] = []
         self.writers: set[str] = set()
         self.changers: dict[str, str] = {}
-        """Modules that change an object that they are given -> what of it, in words."""
+        """Module -> what it changes of an object that it is given, in words."""
         self.changes_copies = ""
-        """The first change, in words, of what a hook that casts tensors in it puts a copy in the place of."""
+        """The first change that a module makes to a container or dataclass, in words. fully_shard gives the module a
+        copy of these, with cast tensors."""
         self.changed_by_several: dict[str, list[str]] = {}
-        """What more than one module changes beside the activations -> those, in the order in which they ran."""
+        """What several modules change besides the activations, in words -> these modules, in the order in which they
+        ran."""
         self.gives_objects = False
-        """Whether modules are given what may hold tensors that nobody sees there."""
+        """Whether modules are given objects, which may hold tensors that are not seen there."""
         self.read_aside: list[str] = []
-        """Modules that keep aside what they return, too, where something reads it."""
+        """Modules that also keep what they return somewhere else, from where it is read."""
         self.transforms = ""
-        """What differentiates or maps the model or a part of it: the forward, or the loss; '' if neither does."""
+        """What uses torch.autograd.grad or torch.func on the model or a part of it: "the forward" or the loss; '' if
+        neither."""
         self.overwrites = False
-        """Whether anything writes into what a module or function before has made."""
+        """Whether anything writes into what a module or function has made before."""
         self.swaps = False
-        """Whether it puts tensors in the place of a module's parameters."""
+        """Whether the model calls torch.func.functional_call, which puts tensors in the place of a module's
+        parameters."""
         self.differentiates = ""
-        """What does so by torch.autograd.grad."""
+        """What uses torch.autograd.grad, outside of torch.func: the forward or the loss; '' if neither."""
         self.hooks_inside = False
-        """Whether a layer puts hooks on gradients of its own."""
+        """Whether code in a layer puts hooks on gradients."""
         self.hooks_between = False
-        """Whether what lies between layers does."""
+        """Whether code between layers puts hooks on gradients."""
         self.read_again: list[str] = []
-        """Places of what a forward leaves behind and the next one reads."""
+        """Places where a forward leaves something that the next forward reads."""
         self.repeats: list[tuple[int, int]] = []
-        """(first, last) event of each forward that the model has its backward repeat."""
+        """(first, last) event of each part of the forward that the model itself repeats in backward, by calling
+        checkpoint."""
         self.reentrant = False
-        """Whether it has its backward repeat one by a reentrant checkpoint."""
+        """Whether the model calls a reentrant checkpoint."""
         self.selective = False
-        """Whether it has its backward repeat one in contexts of its own, as but for operators of its choice."""
+        """Whether the model calls a checkpoint with a context_fn, as selective ones are."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """While the model runs."""
+        """While it lasts, the modules are watched."""
         handles: list[RemovableHandle] = []
         for name, module in self._modules.items():
             handles.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
@@ -182,7 +189,8 @@ class Inputs:
                 handle.remove()
 
     def overwritten(self) -> set[str]:
-        """Modules of which some input is no longer what it was when they began, or another parameter is trained."""
+        """Modules of which an input was written into after they began, or of which the set of trained parameters has
+        changed."""
         written = {name for name, tensor, version in self._given if tensor._version != version}
         return written | {name for name, before in self._trained.items() if before != self._flags(name)}
 
@@ -213,14 +221,14 @@ class Inputs:
 
 
 _SEEN = (torch.Tensor, int, float, complex, str, bytes, slice, torch.dtype, torch.device, type(None))
-"""What holds no tensor but itself."""
+"""Types of values that hold no other tensors."""
 
 _CONTAINERS = (list, dict, deque)
-"""What code puts into, or takes from, in place."""
+"""Containers that code changes in place."""
 
 
 def _changeable(given: Any) -> list[Any]:
-    """Objects and containers in what a module is given, containers within containers as well."""
+    """The objects and containers that a module is given, also those within other containers: all that it may change."""
     if isinstance(given, (*_CONTAINERS, tuple)):
         parts = given.values() if isinstance(given, dict) else given
         inside = [found for part in parts for found in _changeable(part)]
@@ -230,15 +238,15 @@ def _changeable(given: Any) -> list[Any]:
 
 
 def _held_by(given: Any) -> list[Any]:
-    """What an object or container holds, each attribute or item with its name; of an object, what its containers hold,
-    too (a UserList has its items in one)."""
+    """All that an object or container holds, with the names of attributes and keys. Of an object also what containers
+    in its attributes hold (a UserList has its items in one)."""
     if isinstance(given, dict):
         return [*given.keys(), *given.values()]
     if isinstance(given, (*_CONTAINERS, tuple)):
         return list(given)
     held = [*vars(given), *vars(given).values()]
     seen: set[int] = set()
-    for own in held:  # which grows meanwhile
+    for own in held:  # the list grows in this loop
         if isinstance(own, (*_CONTAINERS, tuple)) and id(own) not in seen:
             seen.add(id(own))
             held += _held_by(own)
@@ -270,17 +278,17 @@ class ChainWatch(Mode):
         self._named = {self.storages.number(x): name for name, x in reversed(own)}
         self._written: set[str] = set()
         self._put: list[tuple[int, int, list[torch.Tensor]]] = []
-        """(event, storage, what is put into it) of each x[...] = y between layers."""
+        """(event, storage, the tensors put into it) of each x[...] = y between layers."""
         self.written_parts: list[tuple[int, int]] = []
-        """(event, storage) of each other writing into a part of a tensor between layers: x[...].add_(y)."""
+        """(event, storage) of each other write into part of a tensor between layers, such as x[...].add_(y)."""
         self.written_inside: dict[tuple[int, int], None] = {}
-        """(event, storage) of what layers write into tensors that were made between layers."""
+        """(event, storage) of each write of a layer into a tensor that was made between layers."""
         self.ran: list[str] = []
         self.loss_from = 0
         self.returned: list[torch.Tensor] = []
         self.read_before_loss: set[str] = set()
         self.read_back: set[str] = set()
-        """Parameters that a derivative reads of what was computed with them (autograd.grad)."""
+        """Parameters that autograd.grad reads to differentiate what was computed with them."""
         self.inputs = Inputs(fake.module, units.names)
         self._outputs = recording_outputs(fake.module, units.names, self.cursor, self.shapes)
         self._inputs = self.inputs.watched()
@@ -302,7 +310,7 @@ class ChainWatch(Mode):
 
     @contextmanager
     def noting_repeated(self) -> Iterator[None]:
-        """Notes which events the model has its backward repeat, by calling checkpoint itself."""
+        """While it lasts, notes the events that the model itself repeats in backward, by calling checkpoint."""
         begun: list[int] = []
 
         def begins(in_contexts: bool) -> None:
@@ -324,27 +332,29 @@ class ChainWatch(Mode):
 
     @contextmanager
     def reading_back(self) -> Iterator[None]:
-        """While it lasts, parameters are read for a derivative of what was computed with them before."""
+        """While it lasts, parameters that are read count as read for a derivative (`read_back`), unless the event had
+        read them before."""
         first = max(len(self.events) - 1, 0)
         before = {name for event in self.events[first:] for name in event.parameters}
         yield
         self.read_back |= {name for event in self.events[first:] for name in event.parameters} - before
 
     def start_loss(self, returned: list[torch.Tensor]) -> None:
-        """The module has returned these; what follows is the loss."""
+        """Note that the module has returned these tensors, and that the loss begins."""
         self.returned = returned
         self._start(*LOSS)
         self.loss_from = self.cursor.index
         self.read_before_loss = set(self.events[-1].parameters)
 
     def is_of_numbers(self, tensor: torch.Tensor) -> bool:
-        """Whether it was made of parameters, of draws or of the batch, and not of sizes alone."""
+        """Whether a tensor depends on parameters, on random draws or on the batch, and not on sizes alone."""
         number = self.storages.number(tensor)
         return number in self.from_parameters or number in self.from_batch
 
     def graph(self) -> nx.DiGraph:
-        """The events by number, and the tensors that are read after the event that made them; each node of one has the
-        number of its `storage`. What depends on no parameter is left out: every stage makes it itself."""
+        """A graph of the events, by number, and of the tensors that are read after the event that made them; `storage`
+        of such a node is the number of its storage. Tensors that depend on no parameter are left out: every stage makes
+        them itself."""
         self._read_what_is_put()
         found = {}
         for number, made in self.storage_made.items():
@@ -357,8 +367,8 @@ class ChainWatch(Mode):
         return graph
 
     def _read_what_is_put(self) -> None:
-        """Whoever reads a tensor reads what was put into it by x[...] = y between layers: every stage does so again,
-        and nothing is returned there in whose place the right numbers could be set."""
+        """Make whoever reads a tensor after x[...] = y between layers a reader of y, too. Every stage repeats that
+        assignment, and no function returns the result, so the right numbers can only be set in y."""
         for event, storage, what in reversed(self._put):
             readers = {reader for reader in self.storage_reads[storage] if reader > event}
             for tensor in what:

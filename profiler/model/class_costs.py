@@ -1,4 +1,4 @@
-"""One class of layers: its first layer run alone, whole and in the cuts of tensor parallelism."""
+"""Costs of one class of layers: its first layer is run alone, whole and with the cuts of tensor parallelism."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +16,10 @@ from .model_profile import Costs, LayerClass, LayerPart, ParameterProfile, Produ
 from .run_sizes import RunSizes
 
 _Like = Callable[[tuple[TensorCut, ...]], Sequence[Observation]]
-"""Cuts that are applied -> runs of the layer to compare with."""
+"""Takes the cuts that are applied; returns the runs of the layer that a run with them is compared with."""
 
 _Columns = tuple[tuple[str, ...], ...]
-"""The columns of some cuts, by which they are known."""
+"""Names of the columns of several cuts, by which the cuts are known."""
 
 
 _NOT_ON_A_SLICE = "on which it does not run"
@@ -27,12 +27,12 @@ _NOT_ON_A_SLICE = "on which it does not run"
 
 @dataclass(frozen=True)
 class Costed:
-    """A class of layers, and the runs of its first layer as a whole."""
+    """A class of layers, and the runs of its first layer with nothing cut."""
 
     layer_class: LayerClass
     whole: list[Observation]
     unsliced: str = ""
-    """Why it runs on no slices of the sequence, in words; '' if it does, or nobody asks."""
+    """Why its layers do not run on slices of the sequence, in words; '' if they do, or if it was not tried."""
 
 
 def layer_class_of(
@@ -99,7 +99,7 @@ def layer_class_of(
 
 
 def _did_as(one: Observation, other: Observation) -> bool:
-    """Whether two runs were the same in all that is counted of them."""
+    """Whether two runs did the same: operators, sizes and all else that is compared of them."""
 
     def counted(run: Observation) -> Observation:
         # arguments may hold tensors, and in which part an operator is comes later
@@ -147,8 +147,8 @@ def _runs_like(
     cuts: tuple[TensorCut, ...],
     whole: Sequence[Observation],
 ) -> _Like:
-    """What runs with some of the cuts are compared with: the whole layer, or (where logits stay cut, whose loss takes
-    other operators) the layer with those cut between one rank."""
+    """What runs with cuts are compared with: runs of the whole layer, or, if its logits stay cut (then the loss takes
+    other operators), runs with that cut on a single rank."""
     apart = tuple(cut for cut in cuts if cut.stays_cut)
     alone = _cut_runs(fake, chain, sizes, index, apart, 1, whole) if apart else whole
     return lambda applied: alone if any(cut.stays_cut for cut in applied) else whole
@@ -164,7 +164,7 @@ def _cut_runs(
     like: Sequence[Observation],
     sequence_dims: dict[Producer, int] | None = None,
 ) -> list[Observation]:
-    """The runs of a layer in one cut of it, at the batch sizes of `like`."""
+    """Runs of a layer as one of `degree` ranks that apply these cuts, at the batch sizes of `like`."""
     return [
         run_cut(fake, chain, index, sizes.at(run.size), run.size, sizes.seq_len, cuts, degree, sequence_dims)
         for run in like
@@ -183,10 +183,9 @@ def _sequence_costs(
     parts: tuple[str, ...],
     cut_runs: dict[_Columns, Observation],
 ) -> tuple[tuple[TensorCut, ...], Costs | None, tuple[Costs | None, ...], str]:
-    """Cuts that say where to gather, costs with the rest on a slice of the sequence, and [cut] -> those with that one
-    left whole. None where no trial works, and why. cut_runs: runs in some of the cuts on the whole sequence, others are
-    added.
-    """
+    """(the cuts, which now say where the sequence is gathered; costs with all other work on a slice of the sequence;
+    the same for each cut, with that cut left whole; why there are none, in words). Costs are None where no trial works.
+    cut_runs: runs with some of the cuts on the whole sequence; those that are made here are added."""
     if sizes.seq_len is None or sizes.seq_len % degree or not any(cut.rows for cut in cuts):
         return cuts, None, (), ""
     if any(
@@ -197,7 +196,7 @@ def _sequence_costs(
     dims = {c.producer: sizes.sequence_dim(c) for c in arriving}
     leaving = [sizes.sequence_dim(crossing) for crossing in chain.leaving(index)]
     positions = set(dims.values())
-    if len(positions) != 1 or None in positions or not leaving:  # the last layer ends in the loss, of all tokens
+    if len(positions) != 1 or None in positions or not leaving:  # the last layer ends in a loss over all tokens
         return cuts, None, (), ""
     sequence_dims = {producer: dim for producer, dim in dims.items() if dim is not None}
 

@@ -27,48 +27,50 @@ from .model_profile import ModelProfile
 from .run_sizes import RunSizes
 
 SAMPLES = 4
-"""Samples whose loss is held against the mean of the losses of its two halves."""
+"""Samples in the batch whose loss is compared with the mean of the losses of its two halves."""
 
 _ROUNDING = 1e-4
 """Relative difference of two losses in fp32 that may be rounding."""
 
 _MUCH = 0.01
-"""Relative difference of the loss from which the samples that see each other are what is trained."""
+"""Relative difference from which samples that see each other are taken to be what is trained, and no side effect; of
+the loss, and of gradients that the model's own functions or hooks make."""
 
 _MUCH_APART = 0.2
-"""The same of a gradient that autograd makes of a loss. Seen: 0.2 to 0.57 of losses over the worst half of a batch, of
-two that are scaled to each other, and of a mean of the batch that is subtracted."""
+"""The same for gradients that autograd makes of a loss. Seen: 0.2 to 0.57 for losses over the worst half of a batch,
+for two losses that are scaled to each other, and for a mean over the batch that is subtracted."""
 
 _EXPLAINED = 0.05
-"""Share of a difference that may be left where it is told what makes it: chosen, as rounding leaves a thousandth."""
+"""A cause explains a difference if no more than this share of it is left: chosen, as rounding leaves a thousandth."""
 
 _DRAWS = 3
-"""Batches that small models are given, as the halves of one may have as many labels of each kind by chance."""
+"""Batches that small models are given: in a single one both halves may happen to have as many labels of each kind."""
 
 _SCALES = (2.0**-10, 2.0**10)
-"""Factors of the loss that its gradients are to follow: exact in floating point, and far enough to meet a bound."""
+"""Factors of the loss, which its gradients should follow: exact in floating point, and large enough to meet a bound."""
 
 _IN_PROPORTION = 1e-3
-"""Relative difference of gradients that may be rounding."""
+"""Relative difference of gradients that may come from rounding."""
 
 _FLOOR = 5e-3
-"""A gradient below this share of the model's largest is held against that: what is zero by mathematics (of an attention
-key's bias) is nothing but rounding."""
+"""A gradient below this share of the model's largest gradient is compared relative to that share: one that is zero by
+mathematics (of an attention key's bias) is nothing but rounding."""
 
 _LOOKED_AT = 1_000_000
-"""Elements of the parameters whose gradients are looked at where autograd makes them all, the smallest first: 0.1 s of
-CPU more for 40 M parameters (measured)."""
+"""Elements of the parameters whose gradients are compared if autograd makes all gradients, the smallest parameters
+first: 0.1 s of CPU more for 40 M parameters (measured)."""
 
 _MOST_PARAMETERS = 50_000_000
 _MOST_FLOPS = 20e9
 _SHORT = 16
-"""What is run with real numbers: at most so many parameters and FLOPs, sequences of so many tokens where these do."""
+"""Limits for runs with real numbers: so many parameters and FLOPs, and sequences of so many tokens if the model takes
+them."""
 
 
 @dataclass(frozen=True)
 class Coupling:
-    """How the loss of a sample was seen to depend on others, in words; much: so far that it is what is trained; weighs:
-    by how much samples count, and by nothing else."""
+    """How the loss of a sample was seen to depend on others, in words. much: so strongly that the dependence is part of
+    what is trained. weighs: samples only have different weights."""
 
     words: str
     much: bool
@@ -77,9 +79,10 @@ class Coupling:
 
 @dataclass(frozen=True)
 class Samples:
-    """What was seen of a batch and its parts. gradients: which do not follow the loss in proportion, in words.
+    """What runs with real numbers showed of a batch and its parts. gradients: which of them does not grow in proportion
+    to the loss, in words.
 
-    bank: one of experts that makes something else of tokens where there are more of them.
+    bank: name of a bank of experts whose result for a token depends on the other tokens.
     """
 
     coupling: Coupling | None = None
@@ -88,11 +91,11 @@ class Samples:
 
 
 def samples_of(loaded: LoadedModel, profile: ModelProfile, sizes: RunSizes) -> Samples:
-    """Whether the loss of a batch is not the mean of its parts' losses, nor its gradients theirs, batch norms apart,
-    which are told elsewhere.
+    """Whether the loss or the gradients of a batch are not the mean of those of its parts. Batch norms, which are told
+    of elsewhere, do not count.
 
-    Small models (or the small version of the model file) are run with real numbers; of all others tensors are looked
-    at that hold a number for each pair of samples.
+    Small models (or the small version in the model file) are run with real numbers. Others are searched for tensors
+    that hold a number for each pair of samples.
     """
     _check_weight(loaded)
     if profile.batch_problem:
@@ -102,7 +105,7 @@ def samples_of(loaded: LoadedModel, profile: ModelProfile, sizes: RunSizes) -> S
 
 
 def _check_weight(loaded: LoadedModel) -> None:
-    """Raises ValueError where the file's weight(batch) fails, or gives no weight."""
+    """Raises ValueError if weight(batch) of the model file fails, or returns anything but a number from 0 up."""
     weight = loaded.weight
     if weight is None:
         return
@@ -131,7 +134,7 @@ def _by_shapes(sizes: RunSizes) -> Coupling | None:
 
 
 def small_enough(loaded: LoadedModel, profile: ModelProfile) -> LoadedModel | None:
-    """The model, or its small version, if that may be run with real numbers; None if neither."""
+    """The model, if it is small enough to be run with real numbers, else its small version; None if it has none."""
     if profile.num_parameters <= _MOST_PARAMETERS:
         return loaded
     return None if loaded.small is None else loaded.small()
@@ -150,14 +153,14 @@ def _by_numbers(loaded: LoadedModel, profile: ModelProfile) -> Samples:
         try:
             draws = _DRAWS if _DRAWS * flops <= _MOST_FLOPS else 1
             return _seen(each, draws, profile.expert_modules, profile.smallest_micro_batch == 1)
-        except Exception:  # it runs at one length only, or needs what a CPU has not: nothing is seen then
+        except Exception:  # it runs at one length only, or not on a CPU: nothing is seen
             continue
     return Samples()
 
 
 def _seen(loaded: LoadedModel, draws: int, banks: Iterable[str], takes_one: bool) -> Samples:
-    """What real numbers show, of so many batches: the most that any of them does. takes_one: whether the model may be
-    given one sample."""
+    """What runs of so many batches with real numbers show; of several findings the strongest. takes_one: whether the
+    model may be given one sample."""
     coupling: Coupling | None = None
     gradients = bank = ""
     with torch.random.fork_rng(devices=[]):
@@ -213,7 +216,7 @@ def _calls_of(banks: Iterable[str], module: nn.Module) -> Iterator[list[str]]:
         try:
             with undone(bank), torch.no_grad(), dice_apart():
                 alone = tree_leaves(bank.forward(*tree_map(first, args), **tree_map(first, kwargs)))
-        except Exception:  # it takes so many tokens and no others
+        except Exception:  # it takes this number of tokens only
             differing.append(name)
             return
         expected = tree_leaves(tree_map(first, output))
@@ -232,16 +235,16 @@ def _calls_of(banks: Iterable[str], module: nn.Module) -> Iterator[list[str]]:
 
 
 def _is_alike(own: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two results are of one shape and, but for rounding, of the same numbers, if they are no integers."""
+    """Whether two results have the same shape and, for floating-point numbers, equal elements but for rounding."""
     if own.shape != other.shape or not own.is_floating_point() or not own.numel():
         return own.shape == other.shape
     return bool((own - other).abs().max() <= _IN_PROPORTION * other.abs().max())
 
 
 def _between(runs: "list[_RealRun]", shares: list[float], in_proportion: bool) -> Coupling | None:
-    """How the loss of a batch, or its gradients, are seen not to be the mean of its halves'. runs: of all and of each
-    half; shares: of the halves in that mean; in_proportion: whether gradients follow the loss, else they tell nothing.
-    """
+    """How the loss or the gradients of a batch differ from the mean of its halves'; None if they do not. runs: of the
+    batch and of each half. shares: weight of each half in the mean. in_proportion: whether gradients follow a factor of
+    the loss; else they are not compared."""
     whole, mean = runs[0].loss, sum(share * run.loss for share, run in zip(shares, runs[1:], strict=True))
     difference = abs(whole - mean) / max(abs(whole), abs(mean), 1e-12)
     name, apart, counted = "", 0.0, None
@@ -276,23 +279,24 @@ def _between(runs: "list[_RealRun]", shares: list[float], in_proportion: bool) -
 
 
 def _shares(loaded: LoadedModel, parts: "list[Batch]") -> list[float]:
-    """[part of a batch] -> its share in the mean that is their loss; [] where none of them counts."""
+    """Weight of each part of a batch in the mean of their losses; [] if all have a weight of 0."""
     with torch.no_grad():
         weights = [1.0 if loaded.weight is None else float(loaded.weight(part)) for part in parts]
     return [weight / sum(weights) for weight in weights] if any(weights) else []
 
 
 def _in_pairs(two: "_RealRun", alone: "list[_RealRun]", shares: list[float]) -> Coupling | None:
-    """Whether samples that are neighbours belong together, as where a loss holds every other one against the next.
-    alone: runs of each of the two, fewer where they could not be run; shares: of each in their mean."""
+    """How the loss of two neighbouring samples differs from the mean of theirs alone, as in a loss that compares every
+    other sample with the next; None if it does not. alone: runs of each of the two, or fewer if they do not run.
+    shares: weight of each in the mean."""
     if len(alone) < 2:
         return None
     mean = sum(share * run.loss for share, run in zip(shares, alone, strict=True))
-    if abs(two.loss - mean) <= _MUCH * max(abs(two.loss), abs(mean), 1e-12):  # not so where that is no number
+    if abs(two.loss - mean) <= _MUCH * max(abs(two.loss), abs(mean), 1e-12):  # false if one is NaN
         return None
     own, first, second = (run.gradients for run in (two, *alone))
     if own and first and second and _share_of_first(own, first, second, shares[0]) is not None:
-        return None  # they count differently, as labels of other weights do
+        return None  # they have different weights, as labels may
     return Coupling(f"the loss of 2 samples is {two.loss:.5g}, the mean of each one's alone {mean:.5g}", much=True)
 
 
@@ -311,11 +315,11 @@ def _share_of_first(
 
 
 class _RealRun:
-    """One forward with real numbers, of which nothing is left in the model, and its backward where that may be other
-    than what autograd makes of the forward: where the model has hooks on gradients, or functions of its own.
+    """One forward with real numbers, which leaves nothing behind in the model; and its backward if hooks on gradients
+    or functions of the model's own may change that.
 
-    gradients: by name, then, else of some; has_own_backward: whether it is so; out_of_proportion: which of them
-    does not follow a factor of the loss, in words.
+    gradients: by name; of all parameters with such a backward, else of some. has_own_backward: whether there are such
+    hooks or functions. out_of_proportion: a gradient that does not grow in proportion to the loss, in words.
     """
 
     def __init__(self, module: nn.Module, loaded: LoadedModel, given: Batch, drawn: Any) -> None:
@@ -342,7 +346,7 @@ class _RealRun:
             self.loss = float(found.detach())
             counts = any(getattr(part, "scale_grad_by_freq", False) for part in module.modules())
             self.has_own_backward = hooked or counts or has_own_backward([found])
-            with suppress(Exception):  # a function of the model's that runs once only: nothing is seen then
+            with suppress(Exception):  # a function of the model's may run only once: nothing is seen
                 if self.has_own_backward:
                     self._run_backward(found)
                 else:
@@ -357,7 +361,7 @@ class _RealRun:
                 return
 
     def _some_gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Those of the smallest parameters; zeros where there are none."""
+        """Gradients of the smallest parameters, by name; zeros for parameters without a gradient."""
         some, left = dict[str, nn.Parameter](), _LOOKED_AT
         for name, parameter in sorted(self._parameters.items(), key=lambda item: item[1].numel()):
             left -= parameter.numel()
@@ -367,7 +371,7 @@ class _RealRun:
         return dict(zip(some, found, strict=True))
 
     def _gradients(self, loss: torch.Tensor, scale: float) -> dict[str, torch.Tensor]:
-        """Those of the loss times a factor, divided by that; zeros where there are none."""
+        """Gradients of the loss times `scale`, divided by `scale`, by name; zeros for parameters without a gradient."""
         before = {name: parameter.grad for name, parameter in self._parameters.items()}
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -382,8 +386,8 @@ class _RealRun:
 
 
 def _furthest(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor], floor: float = 0.0) -> tuple[str, float]:
-    """(name, relative difference) of the gradients that are furthest apart. floor: the least that they are held
-    against, as a share of the largest."""
+    """(name, relative difference) of the two gradients of one name that differ most. floor: smaller gradients than this
+    share of the largest are compared relative to that share."""
     sizes = {name: float(own.norm() + others[name].norm()) for name, own in some.items()}
     least = floor * max(sizes.values(), default=0.0) + 1e-12
     apart = {name: float((own - others[name]).norm()) / max(sizes[name], least) for name, own in some.items()}
@@ -430,7 +434,7 @@ class _BatchNormsApart:
         self._patch.__exit__(*error)
 
     def begin_again(self) -> None:
-        """Another run begins."""
+        """Let the next run use the statistics of the first one from its first batch norm on."""
         self._next = 0
 
     def _fixed(

@@ -17,8 +17,8 @@ from .run_sizes import RunSizes, dims_of, other_length
 def crossing_tensors(
     fake: FakeModel, chain: LayerChain, sizes: RunSizes, seen: dict[int, Observation]
 ) -> tuple[CrossingTensor, ...]:
-    """The tensors that cross, in the order in which they are made. seen: of each class what its first layer did; the
-    others save the tensors of the same ordinal."""
+    """The tensors that cross between layers, in the order in which they are made. seen: first layer of a class -> what
+    its run showed; other layers of the class are taken to save the tensors at the same places in their order."""
     saved_by: dict[Producer, list[int]] = defaultdict(list)
     saved_in_fp32_by: dict[Producer, list[int]] = defaultdict(list)
     given_to: dict[Producer, list[int]] = defaultdict(list)
@@ -73,7 +73,7 @@ def _crossing_tensor(fake: FakeModel, sizes: RunSizes, crossing: Crossing) -> Cr
 
 
 def batch_tensors(fake: FakeModel, sizes: RunSizes) -> tuple[BatchTensor, ...]:
-    """The tensors of a batch of one sample, and what each of their dims grows with."""
+    """The tensors of a batch of one sample, with what each of their dims grows with."""
     one = named_tensors(fake.batch(1, sizes.seq_len))
     two = named_tensors(fake.batch(2, sizes.seq_len))
     other = other_length(sizes.seq_len)

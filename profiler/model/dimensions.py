@@ -50,7 +50,7 @@ def _bytes(moved: Bytes, batch: int) -> float:
 
 
 def _power(less: float, more: float, times: float) -> float:
-    """p in more = less x times^p, to a tenth."""
+    """The power p with more = less x times^p, rounded to a tenth; 0 if either is 0."""
     return round(math.log(more / less, times), 1) if less > 0 and more > 0 else 0.0
 
 

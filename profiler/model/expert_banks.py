@@ -1,4 +1,4 @@
-"""Banks of experts as their module is called: which of them can be run on a part of their experts, and how."""
+"""Which banks of experts can be run on a part of their experts, by how their module is called, and how."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,8 @@ from ..running.meters import Op
 _JOINING = ("_to_copy", "_unsafe_view", "add", "add_", "cat", "clone", "copy_", "mean", "sub", "sum")
 _MOVING = ("gather", "index", "index_add", "index_add_", "index_put", "index_put_", "index_select", "masked_fill")
 _LINEAR = frozenset((*_JOINING, *_MOVING, "scatter_add", "scatter_add_", "zeros_like", "empty_like"))
-"""Operators that are linear in all of their tensors; those of fixed values return nothing of what they were given."""
+"""Operators that are linear in all of their tensors together. Those at the end give fixed values, and nothing of their
+input."""
 
 _BILINEAR = frozenset(("mul", "mul_", "mm", "bmm", "baddbmm", "addmm", "_grouped_mm"))
 """Operators that are linear in each of their tensors, so in one that depends on the weights if no other does."""
@@ -23,8 +24,9 @@ _COPYING = ("_to_copy", "clone", "copy_", "zeros_like", "ones_like", "empty_like
 
 @dataclass(frozen=True)
 class BankCall:
-    """A call of a module with stacked parameters. rows: tokens through all experts. weights, output: storages of those
-    by which experts are weighed, and of what is returned; of stacked calls there are none."""
+    """A call of a module with parameters stacked over experts. rows: rows that go through all of the experts together.
+    weights, output: numbers of the storages of the experts' weights and of the returned tensor; -1 for stacked
+    calls."""
 
     kind: Literal["routed", "stacked"]
     rows: int
@@ -33,7 +35,8 @@ class BankCall:
 
 
 def stacked_of(args: Any, kwargs: Any, output: Any) -> torch.Tensor | None:
-    """What a module is given, if that is one tensor [experts, tokens, width] and it returns another such."""
+    """The one tensor [experts, tokens, width] that a module is given, if it returns a tensor with the same first two
+    dims; else None."""
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if len(given) != 1 or not isinstance(output, torch.Tensor) or given[0].dim() != 3:
         return None
@@ -41,8 +44,8 @@ def stacked_of(args: Any, kwargs: Any, output: Any) -> torch.Tensor | None:
 
 
 def routing_of(args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """(tokens [N, width], experts of each [N, k], their weights [N, k]) if these are all the tensors that a module is
-    given, in whatever order; None if they are not."""
+    """(tokens [N, width], experts of each token [N, k], their weights [N, k]), if a module is given these three tensors
+    and no others, in whatever order; else None."""
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     indices = [x for x in given if not x.is_floating_point() and x.dtype != torch.bool]
     floats = [x for x in given if x.is_floating_point()]
@@ -73,8 +76,8 @@ def is_linear_in(weights: int, output: int, operators: Iterable[Op]) -> bool:
 
 
 def keeps_apart(count: int, operators: Iterable[Op]) -> bool:
-    """Whether what is stacked over `count` experts stays so in all that a module does: batched products with experts as
-    their first dim, and work on single elements."""
+    """Whether a module keeps its experts apart, by its operators: each of them is a batched product with `count`
+    experts as its first dim, works element by element, or only copies."""
     for op in operators:
         shapes = [view.shape for view in (*op.inputs, *op.outputs)]
         batched = op.name in ("bmm", "baddbmm") and all(shape[0] == count for shape in shapes)
@@ -90,17 +93,17 @@ def stacked_over(module: nn.Module) -> int:
 
 
 def counts_of(module: nn.Module, count: int) -> tuple[str, ...]:
-    """A module's own attributes that say how many experts it has: integers of that value, of those with "expert" in
-    their names if there are any."""
+    """Names of a module's own attributes that hold its number of experts: integers equal to `count`, and of these only
+    those with "expert" in their names, if there are any."""
     found = [name for name, value in vars(module).items() if type(value) is int and value == count]
     named: Sequence[str] = [name for name in found if "expert" in name]
     return tuple(named or found)
 
 
 def groups_of(count: int, operators: Iterable[Op]) -> tuple[int, int]:
-    """(groups of a router's `count` experts, how many of them it takes for a token before it takes experts), as
-    DeepSeek-V3's does: a top-k over one score for each group, then one over the scores of all experts. (1, 1) where the
-    operators show no such choice."""
+    """(groups of a router's `count` experts, how many groups it chooses for a token before it chooses experts), for
+    routers like DeepSeek-V3's: a top-k over one score for each group, then one over the scores of all experts. (1, 1)
+    if the operators show no such choice."""
     scored: tuple[int, int, int] | None = None
     for op in operators:
         if op.name != "topk" or len(op.inputs[0].shape) != 2:

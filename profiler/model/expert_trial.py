@@ -26,14 +26,14 @@ _SAMPLES = 2
 _SHORT = 16
 
 _ROUNDING = 1e-3
-"""Relative difference of what a bank returns, and of its gradients, that may be rounding in fp32."""
+"""Relative difference that rounding in fp32 may make in what a bank returns and in its gradients."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def with_problems(loaded: LoadedModel, profile: ModelProfile) -> ModelProfile:
-    """The profile, in which is said of banks of experts what keeps ranks from running parts of them. Those of models
-    that are too large for real numbers stay as they are."""
+    """The profile, with a note on each bank of experts that ranks cannot run parts of. Models that are too large for
+    real numbers are not tried."""
     banks = {
         f"{layer.root}.{bank.module}".strip("."): (layer.layer_class, bank)
         for layer in profile.layers
@@ -61,20 +61,21 @@ def with_problems(loaded: LoadedModel, profile: ModelProfile) -> ModelProfile:
 
 
 def _problems(loaded: LoadedModel, banks: dict[str, Experts]) -> dict[str, str]:
-    """Name of a bank -> what keeps ranks from running parts of it, of those that one forward calls."""
+    """Name of a bank of experts -> why ranks cannot run parts of it, for those banks where that shows in one
+    forward."""
     with torch.random.fork_rng(devices=[]), dice_apart(), one_thread():
         torch.manual_seed(0)
         try:
             module = in_training(upcast(loaded.build()))
             calls = _calls(module, loaded, set(banks))
-        except Exception:  # it runs at one length only, or needs what a CPU has not: nothing is seen then
+        except Exception:  # it runs at one length only, or not on a CPU: nothing is seen
             return {}
         found = {name: problem_of(module.get_submodule(name), banks[name], call) for name, call in calls.items()}
     return {name: problem for name, problem in found.items() if problem}
 
 
 def _calls(module: nn.Module, loaded: LoadedModel, names: set[str]) -> dict[str, Call]:
-    """What banks are called with, by name."""
+    """Name of a bank -> the arguments of its first call in one forward."""
     short = loaded.seq_len is not None and loaded.seq_len > _SHORT
     given = tree_map(as_float, (loaded.with_seq_len(_SHORT) if short else loaded).batch(_SAMPLES))
     calls: dict[str, Call] = {}
@@ -98,8 +99,9 @@ def _calls(module: nn.Module, loaded: LoadedModel, names: set[str]) -> dict[str,
 
 
 def problem_of(module: nn.Module, bank: Experts, call: Call) -> str:
-    """What keeps ranks from running a part of the bank each, in words; "" if nothing is seen. call: of the bank, by a
-    forward; it is called with other tokens, weights and parameters of these shapes."""
+    """Why ranks cannot each run a part of the bank, in words; "" if nothing against it is seen. call: the arguments of
+    the bank in a forward. It is called with random numbers of the same shapes, for tokens, weights and parameters
+    alike."""
     args, kwargs = call
     routing = routing_of(args, kwargs) if bank.called == "routed" else None
     if routing is not None and not bool(((routing[1] >= 0) & (routing[1] < bank.count)).all()):
@@ -112,7 +114,7 @@ def problem_of(module: nn.Module, bank: Experts, call: Call) -> str:
     before = taken(places_of(module))
     try:
         whole = _with_gradients(partial(functional_call, module), parameters, drawn)
-    except Exception:  # it takes other numbers than those: nothing is seen then
+    except Exception:  # it does not run with these numbers: nothing is seen
         return ""
     left = changed(before)
     put_back(before)
@@ -146,7 +148,7 @@ def _detached(leaf: Any) -> Any:
 def _with_gradients(
     run: Callable[..., torch.Tensor], parameters: dict[str, torch.Tensor], call: Call
 ) -> list[torch.Tensor]:
-    """What a bank returns, and the gradients of a sum over it with respect to all that it is given."""
+    """What a bank returns, and the gradients of the sum of its squares with respect to all that it is given."""
     own = {id(x): x.clone().requires_grad_() for x in tree_leaves((parameters, call)) if _is_float(x)}
     given, (args, kwargs) = tree_map(lambda leaf: own.get(id(leaf), leaf), (parameters, call))
     with torch.enable_grad(), SameDraws():
@@ -163,7 +165,8 @@ def _in_parts(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """What ranks that hold equal parts of the experts make between them, to whom another rank sends as much."""
+    """What the bank returns if `num_parts` ranks hold equal parts of the experts, and a second rank sends them as many
+    tokens as this one."""
     share = bank.count // num_parts
 
     def run(part: int, instead: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -196,7 +199,9 @@ def _routed_in_parts(
     indices: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """run: of a part, with tensors by the id of those that they stand for. share: experts of each part."""
+    """The result of a bank whose tokens are run part by part, each with the tokens that chose its experts. run(part,
+    instead): runs a part with other tensors in the place of those with these ids. share: the number of experts in each
+    part."""
     experts, slots = indices.flatten(), indices.shape[1]
     order = (experts // share).argsort(stable=True)
     made = []

@@ -1,4 +1,4 @@
-"""What is said of a user's code that fails: one sentence, with its place and the way out."""
+"""Errors of a user's code, told in one sentence with the place in the code and the way out."""
 
 import re
 import sysconfig
@@ -39,7 +39,7 @@ _SENTENCES = {
         "without running it: say so with its register_fake, a function that returns an empty tensor of that size"
     ),
 }
-"""What torch says of a forward or backward that does not run on fake tensors -> what is said of the model."""
+"""Pattern in torch's message when a forward or backward does not run on fake tensors -> the sentence on the model."""
 
 
 class ForwardError(ValueError):
@@ -96,8 +96,9 @@ def failure_of(what: str, error: BaseException) -> str:
 
 
 def failed_run(source: str, attributes: Mapping[str, str], if_not_run: str, error: BaseException) -> ValueError:
-    """An error of a model's forward, loss or backward, as a sentence. attributes: those that its constructor writes
-    onto parameters, with the first that has each. if_not_run: what to do where nothing is known of the error."""
+    """The error to raise for one in a model's forward, loss or backward, with a sentence on it. attributes: name of
+    each attribute that the constructor writes onto parameters -> the first parameter that has it. if_not_run: the way
+    out if nothing else is known of the error."""
     import torch
 
     if isinstance(error, NameError | ArithmeticError | OSError | ImportError | SystemExit):  # which no batch can mend
@@ -119,23 +120,24 @@ def failed_run(source: str, attributes: Mapping[str, str], if_not_run: str, erro
 
 
 def asks_for_gpu(error: BaseException) -> bool:
-    """Whether a GPU was asked for where none is; what no device can do names all devices."""
+    """Whether an error asks for a GPU that is not there. (An operator that no device has names CUDA among all others;
+    that does not count.)"""
     return "cuda" in str(error).lower() and not isinstance(error, NotImplementedError)
 
 
 def a_type(value: Any) -> str:
-    """Its type with an article, as in "an int"; None is None."""
+    """The type of a value with an article, as in "an int"; None is "None"."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def kind_of(error: BaseException) -> str:
-    """The error's type, and what it says, if it says anything."""
+    """The type of an error, followed by its message, if there is one."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether it was raised in a file of the profiler, in whose words it is then, and not in a model's or torch's."""
+    """Whether an error was raised in a file of the profiler, so that its message is in our words."""
     *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
     return Path(innermost.f_code.co_filename).is_relative_to(_PROFILER)
 

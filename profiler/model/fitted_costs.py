@@ -1,4 +1,4 @@
-"""What a layer costs at any batch size and tensor degree, fitted to runs of it: every amount is linear in both."""
+"""The costs of a layer at any batch size and tensor degree, fitted to runs of it; every amount is linear in both."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -38,7 +38,7 @@ def fitted_costs(
 
 
 def fitted_experts(whole: Sequence[Observation]) -> tuple[Experts, ...]:
-    """Modules whose matmuls read parameters that are stacked over experts, one matrix each."""
+    """The banks of experts that runs of a layer showed, with their number of rows fitted over the batch size."""
     experts = []
     for module, seen in whole[0].experts.items():
         routed = [run.experts[module].rows for run in whole]
@@ -81,7 +81,7 @@ def _op_profile(ops: Sequence[Op], degree: int, size: int) -> OpProfile:
 
 
 def _aligned(runs: Sequence[list[Op]]) -> list[tuple[Op, ...]]:
-    """Operators that do work, one tuple of the same operator in each run."""
+    """Operators that do work, in tuples: the same operator in each run."""
     working = [[op for op in ops if op.flops or op.moved != NOTHING] for ops in runs]
     names = [[op.name for op in ops] for ops in working]
     if all(n == names[0] for n in names):
@@ -100,7 +100,8 @@ def _alike(op: Op) -> _Alike:
 
 
 def _as_one(ops: Sequence[Op], by_sample: Collection[_Alike]) -> Iterator[Op]:
-    """The operators in order; those that are called more often for more samples as one, where the first of them is."""
+    """The operators in order. Those of `by_sample`, which run more often for more samples, become one operator with the
+    sum of FLOPs and bytes, where the first of them is."""
     of_key: dict[_Alike, list[Op]] = defaultdict(list)
     for op in ops:
         of_key[_alike(op)].append(op)
@@ -151,7 +152,7 @@ def _fit(values: Sequence[float], degree: int, size: int) -> Amount:
 
 
 def fit_bytes(amounts: Sequence[Size], degree: int, size: int) -> Bytes:
-    """Bytes through amounts as _fit takes them."""
+    """A size in bytes, fitted through the sizes in the runs in the order that `_fit` takes them in."""
     return Bytes(
         elements=_fit([amount.elements for amount in amounts], degree, size),
         other_bytes=_fit([amount.other_bytes for amount in amounts], degree, size),
@@ -160,13 +161,13 @@ def fit_bytes(amounts: Sequence[Size], degree: int, size: int) -> Bytes:
 
 
 def _mark_parts(run: Observation, parts: tuple[str, ...]) -> None:
-    """Say of every operator in which part of the layer it would run again."""
+    """Note on every operator the part of the layer that would run it again ('' if none does)."""
     for i, op in enumerate(run.ops):
         op.within = run.calls.within(op.call, i, parts) if run.calls is not None else ""
 
 
 def _part_bytes(runs: Sequence[Observation], parts: tuple[str, ...], degree: int, size: int) -> tuple[PartBytes, ...]:
-    """What the parts save and are given."""
+    """Bytes that parts of the layer save and are given, one entry for each combination of parts."""
     if not parts:
         return ()
     tables = [run.calls.sizes(parts) for run in runs if run.calls is not None]
@@ -182,7 +183,7 @@ def _part_bytes(runs: Sequence[Observation], parts: tuple[str, ...], degree: int
 
 
 def _part_peaks(runs: Sequence[Observation], parts: tuple[str, ...], degree: int, size: int) -> tuple[Bytes, ...]:
-    """What lives while the parts run backward."""
+    """Peaks of memory during the backward of the parts, in the order in which `ModuleCalls.peaks` has them."""
     each = [
         run.calls.peaks(parts, [op for op in run.ops if op.backward], run.peak_of, run.saved)
         for run in runs
@@ -209,8 +210,8 @@ def _collectives(runs: Sequence[Observation], parts: tuple[str, ...]) -> tuple[C
 
 
 def _paired(less: Sequence[Collective], more: Sequence[Collective]) -> Iterator[tuple[Collective, Collective]]:
-    """The same collective in both runs. Where a module is called for each sample, all of a kind are one of all their
-    bytes."""
+    """Pairs of the same collective in both runs. If the runs differ in number (a module is called for each sample), all
+    collectives of a kind count as one with the sum of their bytes."""
     if len(less) == len(more):
         yield from zip(less, more, strict=True)
         return

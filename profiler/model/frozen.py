@@ -29,7 +29,7 @@ def pack(module: "nn.Module", layers: "list[nn.Module]") -> None:
 
 
 def kept_as(module: "nn.Module") -> dict[str, KeptAs]:
-    """[full name] -> how a frozen parameter of a module is kept, of those that are not in fp32."""
+    """Full name of a frozen parameter -> how it is kept, for those that are not in fp32."""
     found: dict[str, KeptAs] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for own, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
@@ -41,7 +41,7 @@ def kept_as(module: "nn.Module") -> dict[str, KeptAs]:
 
 
 def in_bf16(profile: ModelProfile) -> ModelProfile:
-    """A profile as if what is frozen were kept in bf16, but for what is kept in fewer bits than others anyway."""
+    """The profile, with every frozen parameter kept in bf16 that had no way of its own to be kept."""
     classes = [
         each.model_copy(
             update={
@@ -57,7 +57,8 @@ def in_bf16(profile: ModelProfile) -> ModelProfile:
 
 
 def unpacked(layer_class: LayerClass) -> LayerClass:
-    """A class with what its weights in 4 bits cost: kernels that make them whole, and room for the largest of them."""
+    """The class of layers, with the cost of making weights in 4 bits whole: a kernel for each in forward and backward,
+    and room for the largest of them at every peak."""
     weights = [parameter for parameter in layer_class.parameters if parameter.kept_as == "nf4"]
     if not weights:
         return layer_class
@@ -70,7 +71,8 @@ def unpacked(layer_class: LayerClass) -> LayerClass:
 
 
 def _made_whole(weight: ParameterProfile, part: OpPart, parts: list[str]) -> OpProfile:
-    """The kernel before a product; of its kind, so that what keeps the product's output repeats neither."""
+    """The kernel that makes a weight whole right before a product. It counts as a matmul: recompute that keeps the
+    results of products does not repeat it either."""
     module, size = weight.name.rpartition(".")[0], float(weight.num_elements)
     within = next((name for name in parts if f"{module}.".startswith(f"{name}.")), "")
     return OpProfile(
@@ -84,7 +86,7 @@ def _made_whole(weight: ParameterProfile, part: OpPart, parts: list[str]) -> OpP
 
 
 def _with_room(costs: Costs, elements: float, operators: tuple[OpProfile, ...]) -> Costs:
-    """Costs with so many elements of the compute dtype more at every peak."""
+    """The costs, with `elements` more of the compute dtype at every peak."""
 
     def more(size: Bytes) -> Bytes:
         fixed, *rest = size.elements

@@ -99,8 +99,8 @@ def maker_of(graph: nx.DiGraph, tensor: TensorNode) -> int:
 
 
 def bytes_over(graph: nx.DiGraph) -> list[float]:
-    """[layer] -> bytes of the tensors that a cut before it carries: those made before and read there or later. Nothing
-    crosses before the first, nor after the last, which has a place here, too."""
+    """[layer] -> bytes of the tensors that a cut before this layer carries: those made before it, and read by it or
+    later. It is 0 for the first layer, and for one place more than there are layers: a cut after the last."""
     carried = [0.0] * (sum(kind == "layer" for _, kind in graph.nodes(data="kind")) + 1)
     for tensor in tensors_of(graph):
         for place in range(maker_of(graph, tensor) + 1, max(graph.successors(tensor)) + 1):
@@ -109,7 +109,7 @@ def bytes_over(graph: nx.DiGraph) -> list[float]:
 
 
 def skips(graph: nx.DiGraph) -> list[TensorNode]:
-    """Tensors that are read after the layer that follows their maker, so pass by a layer."""
+    """Tensors that are read later than by the layer after their maker, so that they pass a layer by."""
     return [tensor for tensor in tensors_of(graph) if max(graph.successors(tensor)) > maker_of(graph, tensor) + 1]
 
 

@@ -42,7 +42,7 @@ from .observe import check_unwritten
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective that a tensor-parallel rank would call, after so many operators."""
+    """One collective that a tensor-parallel rank would call. after: how many operators have run before it."""
 
     kind: str
     part: str
@@ -50,12 +50,12 @@ class Collective:
     after: int = 0
     entry: str = ""
     call: int = -1
-    """The module call in which it is, as ModuleCalls numbers them."""
+    """Number of the module call that it is in, as ModuleCalls counts them."""
 
 
 @dataclass
 class ExpertBank:
-    """Matmuls of one module with parameters stacked over experts."""
+    """One module's matmuls with parameters that are stacked over experts. rows: through all of the experts together."""
 
     count: int
     rows: float
@@ -68,51 +68,52 @@ class ExpertBank:
 
 @dataclass
 class Observation:
-    """What one run of a layer did; size: with how many samples."""
+    """What one run of a layer did. size: number of samples."""
 
     size: int
     ops: list[Op] = field(default_factory=list)
     saved: Size = NOTHING
     full: Size = NOTHING
-    """Kept under full recompute: saved outside the layer's modules, or made there and given to one."""
+    """Kept under full recompute: what is saved outside the layer's modules, and what is made there and given to one."""
     selective: Size = NOTHING
-    """Kept under selective recompute: the same, and what matmuls and attention in the modules returned."""
+    """Kept under selective recompute: the same, and what matmuls and attention inside the modules return."""
     inputs: Size = NOTHING
     attention: Size = NOTHING
-    """Kept under recompute of attention: everything saved but what is made between the scores and the output."""
+    """Kept under recompute of attention: all that is saved, without what is made between the scores and the output."""
     saves_arriving: list[bool] = field(default_factory=list)
     """Whether the layer saves each arriving tensor, in the order of the chain's crossings."""
     given_arriving: list[bool] = field(default_factory=list)
-    """Whether a module of the layer is given it, so that recompute needs it."""
+    """Whether a module of the layer is given each arriving tensor, which recompute needs then."""
     saves_leaving: list[bool] = field(default_factory=list)
     """Whether the layer saves each of the tensors that it makes for later layers."""
     saves_in_fp32: list[bool] = field(default_factory=list)
-    """Both, leaving and arriving, where the compute dtype is fp32: a layer that casts first saves what it was given."""
+    """Whether the layer would save each tensor, leaving ones before arriving ones, if the compute dtype were fp32: a
+    layer that casts first then saves what it was given."""
     forward_transient: Size = NOTHING
     backward_transient: Size = NOTHING
     put_off: Size = NOTHING
-    """Gradients that wait for the backward for weights, where that is put off."""
+    """Gradients that are kept between the backward for inputs and the backward for weights, if these are apart."""
     spent: Size = NOTHING
-    """Of what is saved, what that one has no use for."""
+    """Part of what is saved that the backward for weights does not need, if the two are apart."""
     fused: Size = NOTHING
-    """Kept where kernels are fused."""
+    """Kept for backward if elementwise kernels are fused."""
     fused_inputs: Size = NOTHING
-    """Of what arrives, what fused kernels keep and the layer does not save."""
+    """Arriving tensors that fused kernels keep, and that the layer does not save without them."""
     collectives: list[Collective] = field(default_factory=list)
     outputs: list[TensorSpec] = field(default_factory=list)
     saved_after: int = 0
-    """Operators that had run when the last tensor was saved in the layer's modules; recompute stops there."""
+    """How many operators had run when the last tensor was saved inside the layer's modules: recompute stops there."""
     arrived: dict[int, bool] = field(default_factory=dict)
     """Storage number of each arriving tensor -> whether it requires a gradient."""
     experts: dict[str, ExpertBank] = field(default_factory=dict)
     writes_into_kept: bool = False
-    """Whether a module writes into what a matmul or attention returned before."""
+    """Whether a module writes into what a matmul or attention has returned."""
     writes_into_attention: bool = False
-    """Whether something is written into that unfused attention has read, and not made."""
+    """Whether anything writes into a tensor that unfused attention has read but not made."""
     calls: ModuleCalls | None = None
     """Calls of the layer's modules, and what is saved in them."""
     peak_of: PeakOf | None = None
-    """The most that lived between two moments."""
+    """Given two moments of the run: the most memory that was in use at once between them."""
 
 
 _BATCHED = ("_grouped_mm", "bmm", "baddbmm")
@@ -138,7 +139,7 @@ class LayerRun:
         self._batch = fake.batch(size, seq_len)
         self._cursor = Cursor([layer.last_key for layer in chain.layers], [layer.calls for layer in chain.layers])
         self.has_own_backward = False
-        """Of a run without backward: whether one would run functions or hooks of the model's own."""
+        """Of a run without a backward: whether its backward would run functions or hooks of the model's own."""
         self._began = self._ends_in_loss = False
         self._modules: list[str] = []
         self._saved: set[int] = set()
@@ -184,13 +185,15 @@ class LayerRun:
         return self.observation
 
     def _let_go(self) -> None:
-        """Part from what holds the run in turn: it is freed with all its operators as soon as nobody needs it."""
+        """Drop references from the run to what refers back to it, so that the run and its operators are freed as soon
+        as nobody needs them."""
         del self._arrive
         self.recorder.end()
         self.storages.end()
 
     def _forward(self) -> list[torch.Tensor]:
-        """Scalars whose backward brings a gradient to each output, as the next layer's backward would."""
+        """Run the forward. Returns scalars whose backward hands a gradient to each output, as the next layer's backward
+        would."""
         self._producers = Producers(
             self.fake.module, self.chain.units.names, self._replace, self._produced, self._start
         )
@@ -208,7 +211,7 @@ class LayerRun:
                 pass
             self._producers = None  # type: ignore[assignment]
         if self.chain.hookless:
-            self._saved = set(self.storages.sizes) - self._outside  # what was made may all be kept
+            self._saved = set(self.storages.sizes) - self._outside  # all that was made may be kept
         for i, (op, inside) in enumerate(zip(self.recorder.ops, self._inside, strict=True)):
             op.repeated, op.call = inside and i < self.observation.saved_after, self._called_in[i]
         if not self._began or (loss is not None and self._cursor.layer != self.index):
@@ -220,7 +223,7 @@ class LayerRun:
             self._outputs.clear()
             self._ends_in_loss = True
             self.recorder.active = False
-            number = self.storages.number(loss)  # whoever trains holds it until the backward
+            number = self.storages.number(loss)  # the training loop holds it until the backward
             self._saved.add(number)
             self._saved_outside.add(number)
             self.observation.outputs.append(TensorSpec.of(loss))
@@ -272,9 +275,9 @@ class LayerRun:
         inner = self._attention_core(forward)
         seen.attention = self.storages.total(self._saved - inner, elsewhere)
         self._fuse(forward, elsewhere)
-        seen.writes_into_kept = _writes_behind(inside, [op.kind in SELECTIVELY_KEPT for op in inside], kept)
+        seen.writes_into_kept = _writes_after(inside, [op.kind in SELECTIVELY_KEPT for op in inside], kept)
         read = {view.storage for op in forward if op.core for view in op.inputs} - inner
-        seen.writes_into_attention = _writes_behind(forward, [op.core for op in forward], read)
+        seen.writes_into_attention = _writes_after(forward, [op.core for op in forward], read)
         seen.saves_arriving = [producer in self._saved_arriving for producer in self._arriving]
         given = {self._arrived_as[number] for number in self._given if number in self._arrived_as}
         seen.given_arriving = [producer in given for producer in self._arriving]
@@ -304,7 +307,7 @@ class LayerRun:
         )
 
     def _fuse(self, forward: list[Op], elsewhere: set[int]) -> None:
-        """Account for what fused kernels keep. Of what arrives, each tensor counts once, however it was cut."""
+        """Note what fused kernels keep. An arriving tensor counts once, even if it was cut in several ways."""
         fused = FusedKernels.of(forward, self._saved)
         self.observation.fused = self.storages.total(self._saved - fused.dropped | fused.entering, elsewhere)
         entering = {self._arrived_as[number] for number in fused.entering if number in self._arrived_as}
@@ -406,14 +409,16 @@ class LayerRun:
         return whole
 
     def _arrived(self, tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-        """The tensor as a layer gets it: like what the layer before made, no leaf, so it may be changed in place."""
+        """A tensor as the layer gets it: not a leaf, like one that an earlier layer has made, so that it may be changed
+        in place."""
         return tensor.requires_grad_(requires_grad).clone()
 
     def _slice_inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Only the layer's own modules see slices: glue before them still takes shapes from the whole tensors. A list
-        or dict without any stays what it is: modules may put something into it."""
+        """The arguments of a module of the layer, with slices of the sequence in place of whole tensors. Code before
+        the modules still sees whole tensors, whose shapes it may ask for. A list or dict without slices stays the same
+        object, for modules may put something into it."""
 
         def sliced(given: Any) -> Any:
             if not any(id(leaf) in self._slices for leaf in tree_leaves(given)):
@@ -452,7 +457,7 @@ class LayerRun:
         return tensor, tensor._version
 
     def _unpacked(self, saved: tuple[torch.Tensor, int]) -> torch.Tensor:
-        """What was saved. Raises ValueError where it was written into since, as autograd does without hooks."""
+        """A tensor that was saved for backward. Raises ValueError if it was written into since."""
         tensor, version = saved
         source = self.fake.loaded.source
         check_unwritten(tensor, version, f"{source} does not train on one device either: in {self.layer.name}")
@@ -466,7 +471,8 @@ class LayerRun:
             self._gradients.add(self.storages.number(parameter.grad))
 
     def _where(self) -> str:
-        """Module of the operator that runs now; backward operators belong to the module that made their node."""
+        """Name of the module that the operator which runs now belongs to; in backward, of the module that made its
+        node."""
         node = torch._C._current_autograd_node() if self.recorder.backward else None
         if self.recorder.backward:
             return self._of_node.get(node._sequence_nr(), "") if node is not None else ""
@@ -500,7 +506,7 @@ class LayerRun:
 
     @property
     def running(self) -> str:
-        """The innermost module that runs, or in which the run broke off; '' outside of them."""
+        """Name of the innermost module that runs, or that the run broke off in; '' outside of all modules."""
         return self._modules[-1] if self._modules else ""
 
     def _push(self, name: str) -> Callable[[nn.Module, Any], None]:
@@ -520,7 +526,7 @@ class LayerRun:
         self.calls.end()
 
     def _called(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
-        """Notes how a module with stacked parameters is called."""
+        """A hook that notes how a module with stacked parameters is called."""
 
         def called(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not self.recorder.active:
@@ -546,8 +552,9 @@ def _is_in(module: str, name: str) -> bool:
     return not name or f"{module}.".startswith(f"{name}.")
 
 
-def _writes_behind(ops: Sequence[Op], begins: Sequence[bool], storages: set[int]) -> bool:
-    """Whether an operator writes into one of these storages after the first of the operators that begin."""
+def _writes_after(ops: Sequence[Op], begins: Sequence[bool], storages: set[int]) -> bool:
+    """Whether an operator writes in place into one of these storages after the first operator for which `begins` is
+    true."""
     first = next((i for i, here in enumerate(begins) if here), len(ops))
     return any(
         op.name.endswith("_") and any(view.storage in storages for view in op.outputs) for op in ops[first + 1 :]
@@ -569,7 +576,9 @@ class _Gradient(torch.autograd.Function):
 
 
 def _name_parts(ops: list[Op], input_gradients: set[int], weight_gradients: set[int]) -> None:
-    """backward_weight: nothing that reaches an arriving tensor depends on it. Both results at once: "backward"."""
+    """Set `part` of each operator of the backward: "backward_weight" if no gradient of an arriving tensor depends on it
+    (or, where none gets a gradient, if it gives that of a weight); "backward" if it gives the gradient of a weight and
+    one that others need; else "backward_input"."""
     needed = set(input_gradients)
     for op in reversed(ops):
         if not op.backward:
@@ -586,14 +595,15 @@ def _name_parts(ops: list[Op], input_gradients: set[int], weight_gradients: set[
 
 
 def _peak_of(storages: Storages, element_bytes: int, gradients: set[int], start: int, end: int) -> Size:
-    """The most that lived at once between two moments, without gradients of weights."""
+    """The most memory in use at once between two moments, without the gradients of weights."""
     peak = storages.peak(start, end, element_bytes, gradients)
     in_fp32 = storages.peak_in_fp32(start, end, gradients)
     return Size(peak.elements, peak.other_bytes, in_fp32 - peak.fp32_bytes)
 
 
 def _above(peak: Size, peak_in_fp32: float, kept: Size, element_bytes: int) -> Size:
-    """Peak beyond what is kept. Where one kind shrinks while the other grows, only the bytes in sum are a peak."""
+    """How far a peak lies above what is kept. If elements of the compute dtype shrink while other bytes grow, or the
+    other way round, the difference in bytes counts."""
     rest = peak - kept
     elements, other = rest.elements, rest.other_bytes
     if elements < 0:

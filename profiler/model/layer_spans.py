@@ -16,7 +16,8 @@ from .layer_units import Units
 
 
 class LayerSpans:
-    """(first, last) event of each layer in their order, and in words why events are in one that might be apart."""
+    """The layers of a run in order, each as its (first, last) event; and notes on why events that could be in separate
+    layers are in one."""
 
     def __init__(self, spans: list[tuple[int, int]]) -> None:
         self.each = spans
@@ -27,7 +28,8 @@ class LayerSpans:
         return next(i for i, (first, last) in enumerate(self.each) if first <= event <= last)
 
     def join(self, first: int, last: int, why: str) -> None:
-        """Make the layers of an event and of a later one, and all between, one; nothing is said where they are."""
+        """Join the layer of one event with that of a later one and with all between. If that changes anything, `why`
+        becomes a note."""
         start, end = self.layer_of(first), self.layer_of(last)
         if start < end:
             self.each = [*self.each[:start], (self.each[start][0], self.each[end][1]), *self.each[end + 1 :]]
@@ -91,7 +93,8 @@ def _cheapest_cut(crossing: list[float], before: int, after: int, early: bool) -
 
 
 def _join_repeats(units: Units, events: list[CallEvent], found: LayerSpans) -> None:
-    """An element that runs again later cannot be in two places of the chain: join all from its first to last run."""
+    """Join all layers from the first to the last run of an element that runs several times, for it cannot be in two
+    places of the chain."""
     runs: dict[str, list[int]] = defaultdict(list)
     for i, event in enumerate(events):
         kind, name, _ = event.key
@@ -103,8 +106,9 @@ def _join_repeats(units: Units, events: list[CallEvent], found: LayerSpans) -> N
 
 
 def _join_leaks(watch: ChainWatch, run: nx.DiGraph, found: LayerSpans) -> None:
-    """A tensor kept aside inside a layer module and read in a later layer cannot be sent: join the layers. It may be
-    that a function hands it on there just as it is (`.to` the device that it is on)."""
+    """Join layers between which a tensor goes that no module returns: one keeps it aside and a later one reads it, so
+    it cannot be sent. This holds also if a function between them returns the same tensor (`.to` the device that it is
+    on)."""
     returned: dict[int, int] = {}
     for key, produced in watch.made.items():
         storage, first = watch.storages.number(watch.tensors[key]), min(event for _, event in produced)
@@ -119,9 +123,10 @@ def _join_leaks(watch: ChainWatch, run: nx.DiGraph, found: LayerSpans) -> None:
 
 
 def _join_written_parts(watch: ChainWatch, found: LayerSpans) -> None:
-    """What is written between layers by x[...].add_(y) would be written once more by every later stage, into what it
-    has received; and what layers write into a tensor that was made before them, and do not return, comes about after a
-    stage may have sent it: join the layers up to the last that reads the tensor."""
+    """Join layers where the forward writes into part of a tensor in a way that stages cannot follow, up to the last
+    layer that reads the tensor. x[...].add_(y) between layers would be repeated by every later stage on what it has
+    received. What a layer writes into a tensor that was made before it, and does not return, may come after a stage has
+    sent it."""
     for event, storage in watch.written_parts:
         if storage in watch.from_parameters:
             last = max(watch.storage_reads[storage], default=event)
@@ -173,7 +178,8 @@ def _join_read_aside(watch: ChainWatch, found: LayerSpans) -> None:
 
 
 def _join_changed_by_several(watch: ChainWatch, found: LayerSpans) -> None:
-    """What layers count, or draw random numbers from, in common would be each stage's own: join them."""
+    """Join layers that change the same thing (count in it, draw random numbers from it), for each stage would have one
+    of its own."""
     for what, names in watch.inputs.changed_by_several.items():
         runs = [i for i, event in enumerate(watch.events) if event.key[0] == "module" and event.key[1] in names]
         if runs:

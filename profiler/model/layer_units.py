@@ -9,17 +9,17 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Units:
-    """Outermost modules that are never cut (they have parameters, or hooks on their backward), and which of them are
-    layers on their own."""
+    """Where a model may be cut. names: outermost modules that are never cut, with parameters or with hooks on their
+    backward. elements: those of them that are layers by themselves."""
 
     names: tuple[str, ...]
     elements: frozenset[str]
     opened: tuple[str, ...] = ()
-    """Elements of a container that hold blocks of their own, so that these are the units."""
+    """Elements of a container that hold several blocks; these blocks are units, and not the element."""
     notes: tuple[str, ...] = ()
 
     def inside(self, name: str) -> "Units":
-        """Those of a model that has this one as a submodule."""
+        """The same units, named as in a model that has this one as its submodule `name`."""
         own, opened = (tuple(f"{name}.{each}" for each in names) for names in (self.names, self.opened))
         return Units(own, frozenset(f"{name}.{each}" for each in self.elements), opened, self.notes)
 
@@ -57,8 +57,8 @@ def _wrapped(root: nn.Module) -> str:
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    """Whether it is a layer with an adapter beside it, by PEFT's names. A base_layer that is made of modules is a part
-    of a model's own, unless PEFT's class says otherwise."""
+    """Whether a module is a layer with an adapter beside it, by PEFT's names. If its base_layer is itself made of
+    modules, it is taken for the model's own, unless PEFT's class says otherwise."""
     base = dict(module.named_children()).get("base_layer")
     return base is not None and (hasattr(module, "adapter_layer_names") or next(base.children(), None) is None)
 
@@ -100,7 +100,8 @@ def _holds_alike(module: nn.Module) -> bool:
 
 
 def _is_container(module: nn.Module, fewest: int = 2) -> bool:
-    """fewest: elements with parameters; a model whose one block runs many times (ALBERT) holds one."""
+    """Whether a module holds layers: a list, dict or Sequential, or a stage, with at least `fewest` children that have
+    parameters. (A model whose one block runs many times, as ALBERT's, has one.)"""
     container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) or _is_stage(module)
     return container and len(_with_parameters(module)) >= fewest
 
@@ -136,14 +137,16 @@ def _branching(root: nn.Module) -> str:
 
 
 def _runs(module: nn.Module) -> bool:
-    """Whether it has a forward: lists and dicts of modules have none, nor have other classes that only hold some."""
+    """Whether a module has a forward. Lists and dicts of modules have none, nor have other classes that only hold
+    modules."""
     if isinstance(module, torch.jit.ScriptModule):
         return True
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _holder(root: nn.Module, name: str, containers: list[str]) -> str:
-    """The module that a unit is in; of those in elements that cannot run themselves the container of these."""
+    """The module that a unit is in; where the unit is in an element that has no forward, the container of that
+    element."""
     holder = name.rpartition(".")[0]
     while holder and holder not in containers and not _runs(root.get_submodule(holder)):
         holder = holder.rpartition(".")[0]
@@ -163,8 +166,8 @@ def _collect_units(module: nn.Module, name: str, opened: set[str], names: list[s
 
 
 def _hooked_between(root: nn.Module, names: list[str]) -> list[str]:
-    """Modules without parameters, in none of these, that have hooks on their backward: torch puts something of its own
-    around what such a module does, which is no code between layers."""
+    """Names of modules without parameters, outside of all units, that have hooks on their backward. Torch wraps what
+    such a module does in functions of its own, so it cannot be treated as code between layers."""
     units = tuple(f"{name}." for name in names)
     return [
         name

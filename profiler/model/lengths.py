@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from .model_profile import ModelProfile, fingerprint_of
 
 _OWN = ("seq_len", "fingerprint", "torch_version", "told", "notes", "other_lengths")
-"""Fields that the profile at the new length takes from the one it is made of."""
+"""Fields of the profile at a new length that are not mixed from all runs."""
 
 
 def at_seq_len(profile: ModelProfile, seq_len: int) -> ModelProfile:
@@ -51,18 +51,18 @@ def at_seq_len(profile: ModelProfile, seq_len: int) -> ModelProfile:
 
 
 class _WeightsOfRuns(NamedTuple):
-    """Weights of several values, as whole numbers over one: so that whole amounts come out whole."""
+    """Weights of several values: whole numerators over one denominator, so that whole amounts stay whole."""
 
     numerators: tuple[int, ...]
     over: int
 
     def of(self, values: Sequence[float]) -> float:
-        """The values, each by its weight."""
+        """The sum of the values, each times its weight."""
         return sum(weight * value for weight, value in zip(self.numerators, values, strict=True)) / self.over
 
 
 def _lagrange(points: Sequence[int], at: int) -> _WeightsOfRuns:
-    """Weights of values at `points` in the polynomial through them, at `at`."""
+    """Weights of values at `points` that give the value of the polynomial through them at `at`."""
     others = [[other for other in points if other != point] for point in points]
     below = [math.prod(point - other for other in rest) for point, rest in zip(points, others, strict=True)]
     over = math.lcm(*below)
@@ -71,7 +71,8 @@ def _lagrange(points: Sequence[int], at: int) -> _WeightsOfRuns:
 
 
 def _mixed(values: Sequence[Any], weights: _WeightsOfRuns) -> Any:
-    """Numbers mixed by weight, all else from the first; operators are matched by name, module and part."""
+    """Numbers mixed with these weights, and everything else from the first run. Operators are matched by name, module
+    and part."""
     first = values[0]
     if isinstance(first, bool | str) or any(value is None for value in values):
         return first
@@ -86,20 +87,20 @@ def _mixed(values: Sequence[Any], weights: _WeightsOfRuns) -> Any:
 
 
 def _mixed_operators(runs: Sequence[Sequence[dict[str, Any]]], weights: _WeightsOfRuns) -> tuple[Any, ...]:
-    """Operators of the first run; one that is missing in another run counts there as what it is here."""
+    """The operators of the first run, mixed. One that is missing in another run counts there as it is in the first."""
     tables = [_numbered(run) for run in runs]
     return tuple(_mixed([table.get(key, op) for table in tables], weights) for key, op in tables[0].items())
 
 
 def _mixed_part_bytes(runs: Sequence[Sequence[dict[str, Any]]], weights: _WeightsOfRuns) -> tuple[Any, ...]:
-    """Mixed bytes of what parts of a layer save and are given, matched by which parts these are; entries of the first
-    run only, and one that is missing in another run counts there as what it is here."""
+    """The bytes that parts of a layer save and are given, mixed; matched by which parts these are. The entries are
+    those of the first run; one that is missing in another run counts there as it is in the first."""
     tables = [{(item["saved_in"], item["given_to"]): item for item in run} for run in runs]
     return tuple(_mixed([table.get(key, item) for table in tables], weights) for key, item in tables[0].items())
 
 
 _MIXED = {"operators": _mixed_operators, "part_bytes": _mixed_part_bytes}
-"""Field of a document -> how its items are matched, if not in order."""
+"""Field of a document -> how its items are matched and mixed, if not in their order."""
 
 
 def _numbered(operators: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str, int], dict[str, Any]]:

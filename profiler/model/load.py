@@ -159,8 +159,9 @@ def _from_file(path: Path, function: str, source: str) -> LoadedModel:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """The file as a module; modules beside it, and its own package, are found, as where Python runs it, now and later.
-    A file with relative imports is a module of the package that its folder is."""
+    """The file, imported as a module. Modules beside it, and those of its package, can be imported from it now and
+    later, as if Python ran the file. A file with relative imports becomes a module of the package that its folder
+    is."""
     folder = path.resolve().parent
     text = called(path.read_bytes, str(path)) if path.is_file() else b""
     levels = max(map(len, _RELATIVE.findall(text)), default=0)
@@ -196,13 +197,14 @@ def _import_file(path: Path) -> ModuleType:
 
 
 class _NeighbourFinder:
-    """Finds modules that lie beside model files when a function of these imports them, where nothing else does."""
+    """Finds modules beside model files, if functions in these import them later and nothing else finds them."""
 
     def __init__(self) -> None:
         self.folders: list[str] = []
 
     def find_spec(self, name: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
-        """That of a module without a package; sys.path, of which a kept profile knows, stays as it is."""
+        """The spec of a top-level module that lies beside a model file. (sys.path is left as it is, because kept
+        profiles depend on it.)"""
         return PathFinder.find_spec(name, self.folders) if path is None else None
 
 

@@ -41,17 +41,18 @@ class LoadedModel:
     global_batch: int | None = None
     make_batch: MakeBatch | None = None
     notes: tuple[str, ...] = ()
-    """What of the model is not as its source says."""
+    """Notes for the user: in what the model differs from what its source says."""
     assumes: tuple[str, ...] = ()
-    """What of a batch nobody said."""
+    """Notes for the user: what is assumed of a batch because nobody said it."""
     fewest_tokens: int = 1
-    """Tokens that a sample has at least, whatever seq_len says."""
+    """The least number of tokens in a sample, even if seq_len is smaller."""
     layout: frozenset[str] = frozenset()
-    """Tensors of a batch whose numbers say how it is laid out: the sizes of its pictures, which of them are there."""
+    """Names of the tensors of a batch whose numbers say how it is laid out: sizes of pictures, which of them are
+    there."""
     if_not_run: str = "Check that the batch function returns what forward takes: (inputs..., targets)"
-    """What to do where forward does not run."""
+    """The end of the error message if forward does not run: what the user can do."""
     choices: Choices = ""
-    """What it chooses by scores (the experts of a token), where the scores have no numbers: see knowing_numbers."""
+    """How a choice by scores without numbers (the experts of a token) is taken to go: see knowing_numbers."""
 
     def with_seq_len(self, seq_len: int) -> "LoadedModel":
         """This model with micro-batches of another sequence length. Raises ValueError if it has no sequence."""
@@ -161,9 +162,10 @@ def _guarded_build(
         called(functools.partial(module, *args, **kwargs), f"the first forward of {source}, whose modules are lazy,")
 
     kept: list[nn.Module] = []
-    """The one module that build always returns, as it was."""
+    """The module, if build returns one and the same each time: copies of it are handed out."""
     parts: list[nn.Module] = []
-    """Modules that all that it returns have in them, as they were: a backbone that the file made."""
+    """Modules that are inside of all that build returns (a backbone that the file made once): they are replaced by
+    copies."""
 
     def guarded() -> "nn.Module":
         import torch
@@ -195,7 +197,8 @@ def _guarded_build(
 
 
 def _check_bare(module: "nn.Module", built_by: str) -> None:
-    """Raises ValueError for a model inside of what hides its layers, or splits its batches itself."""
+    """Raises ValueError for a scripted model, whose layers cannot be seen, and for one with a module that splits its
+    batches itself."""
     import torch
     from torch import nn
 
@@ -210,7 +213,8 @@ def _check_bare(module: "nn.Module", built_by: str) -> None:
 
 
 def _copy_parts(module: "nn.Module", parts: "set[nn.Module]") -> None:
-    """Put copies in the places of modules that others have in them, too; one that is there twice stays one."""
+    """Replace submodules that are in `parts`, and so belong to other modules, too, by copies. A part that is there
+    twice gets one copy."""
     copies: dict[nn.Module, nn.Module] = {}
     for parent in [each for each in module.modules() if each not in parts]:
         for name, child in parent._modules.items():
@@ -219,9 +223,9 @@ def _copy_parts(module: "nn.Module", parts: "set[nn.Module]") -> None:
 
 
 def without_cache(module: "nn.Module") -> "nn.Module":
-    """The module, told to keep no keys and values for generation, which Hugging Face's do unless their configuration
-    says so. Training never reads them; recompute would find those of the forward there. Configurations that others may
-    hold are copied, not changed."""
+    """The module, with use_cache set to False in the configurations of its parts: Hugging Face's models keep keys and
+    values for generation unless their configuration says so. Training never reads these, and recompute would find those
+    of the forward there. Configurations are copied before they are changed, for other modules may hold them."""
     copies: dict[int, Any] = {}
     for part in module.modules():
         config = part.__dict__.get("config")
@@ -257,8 +261,8 @@ def _bound_batch(make_batch: MakeBatch, seq_len: int | None, source: str) -> Cal
 
 
 def unfit_in(batch: Any) -> str:
-    """What is said of the first thing in a batch whose numbers would be cut into no micro-batches, and what to do; ''
-    if there is none."""
+    """What to say of the first thing in a batch that cannot be cut into micro-batches (a numpy array, a sparse or
+    nested tensor, an object with tensors), and the way out; '' if there is none."""
     import torch
     from torch.nn.utils.rnn import PackedSequence
     from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -285,7 +289,7 @@ def unfit_in(batch: Any) -> str:
 
 
 def _holds_tensors(leaf: Any) -> bool:
-    """Whether it is an object with tensors as its entries or attributes."""
+    """Whether a leaf of a batch is an object with tensors among its entries or attributes."""
     import torch
 
     if isinstance(leaf, torch.Tensor | torch.nn.Module):
@@ -301,7 +305,7 @@ def takes_seq_len(make_batch: MakeBatch) -> bool:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Its parameters; of torch.randn and others that Python knows none of: *args."""
+    """The parameters of a function; (*args) for those that Python knows none of, such as torch.randn."""
     try:
         return inspect.signature(function)
     except ValueError:

@@ -1,4 +1,5 @@
-"""Does a model run as under fully_shard in bfloat16, with parameters and inputs cast, buffers and targets not?"""
+"""Whether a model runs as under fully_shard in bfloat16: parameters and inputs are cast, buffers and targets are
+not."""
 
 from typing import Any
 
@@ -13,7 +14,7 @@ from .other_runs import run_first_of_each_class
 
 
 def mixed_precision_problem(fake: FakeModel, chain: LayerChain) -> str:
-    """Why it does not run, in a few words; '' if it does. Only the first layer of each class is run."""
+    """Why the model does not run so, in a few words; '' if it does. Of each class of layers only the first is run."""
     if fake.dtype != torch.bfloat16:
         fake = fake_model(fake.loaded, torch.bfloat16, fake.knows_layout)
     modules = (fake.module.get_submodule(name) for name in ("", *chain.units.names))
@@ -42,7 +43,7 @@ def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 class _OneDtype(Mode):
-    """What kernels refuse and fake tensors let pass: products of two floating-point dtypes."""
+    """Raises RuntimeError for products of two floating-point dtypes, which kernels refuse and fake tensors let pass."""
 
     _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "_grouped_mm")
 

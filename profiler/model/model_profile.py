@@ -106,8 +106,8 @@ class CollectiveProfile(Frozen):
 
 
 class PartBytes(Frozen):
-    """Tensors of a layer that are kept or not as its parts are recomputed: by torch.utils.checkpoint, which keeps what
-    a part is given, and of what its inside saves nothing."""
+    """Tensors of a layer that are kept or not, depending on which of its parts are recomputed. torch.utils.checkpoint
+    keeps what a part is given, and nothing of what is saved inside of it."""
 
     saved_in: tuple[NonNegativeInt, ...] = Field(
         description="parts that save them, by index; (): saved by none, so not in `saved`"
@@ -116,7 +116,7 @@ class PartBytes(Frozen):
     size: Bytes
 
     def is_kept(self, parts: Collection[int]) -> bool:
-        """Whether they are kept where these parts are recomputed."""
+        """Whether these tensors are kept if these parts are recomputed."""
         return any(part not in parts for part in self.saved_in) or any(part in parts for part in self.given_to)
 
 
@@ -181,7 +181,7 @@ class ParameterProfile(Frozen):
 
     @property
     def bytes_kept(self) -> float:
-        """Bytes of an element; 0 if it is kept as all others are."""
+        """Bytes of an element between steps; 0 if it is kept like all others."""
         return KEPT_BYTES.get(self.kept_as, 0.0)
 
     @property
@@ -267,11 +267,12 @@ class TensorCut(Frozen):
 
     @property
     def name(self) -> str:
-        """What tells the cuts of a class apart."""
+        """A name that no other cut of the class has."""
         return f"{self.kind}:{(self.rows or self.columns)[0]}"
 
     def has_entered(self, column: str) -> bool:
-        """Whether what a column reads has entered already. (A column that is the layer's root is named '', too.)"""
+        """Whether the input of a column has entered before, at an entry. (The name of a column that is the layer's root
+        is '', like such an input.)"""
         return bool(self.entries) and self.inputs.get(column) == ""
 
 
@@ -503,7 +504,7 @@ class ModelProfile(Document):
         return sum(parameter.num_elements for parameter in self._parameters() if parameter.trainable)
 
     def _parameters(self) -> Iterator[ParameterProfile]:
-        """Each once, however many layers read it."""
+        """All parameters of the model, each once, however many layers read it."""
         repeated = {name for group in self.ties for name in group[1:]}
         for layer in self.layers:
             known = {parameter.name: parameter for parameter in self.classes[layer.layer_class].parameters}
@@ -542,7 +543,8 @@ class ModelProfile(Document):
 
 
 def check_crossing(number: int, tensor: CrossingTensor, layers: int, tensors: int) -> None:
-    """Raises ValueError if a tensor's layers are not there, or in no order in which it can be made and read."""
+    """Raises ValueError if a tensor names layers that do not exist, or in an order in which it cannot be made and
+    read."""
     readers = (*tensor.used_by, *(tensor.given_to or ()), *tensor.saved_by, *(tensor.saved_in_fp32_by or ()))
     furthest = max((tensor.made_by, tensor.last_used_by, *readers))
     if furthest >= layers:
@@ -556,7 +558,7 @@ def check_crossing(number: int, tensor: CrossingTensor, layers: int, tensors: in
 
 
 def _check_class(layer_class: LayerClass) -> None:
-    """Raises ValueError if what a class says of its cuts, experts and parts is not of its own parameters and parts."""
+    """Raises ValueError if cuts, experts or parts of a class name parameters or parts that it does not have."""
     shapes = {parameter.name: parameter.shape for parameter in layer_class.parameters}
     for cut in layer_class.cuts:
         for name, dim in cut.sharded.items():
@@ -613,8 +615,8 @@ def fingerprint_of(profile: ModelProfile) -> str:
     }
     left_out: dict[str, Any] = {**dict.fromkeys(told, True), "batch": {"__all__": {"counts_rows"}}}
     left_out["tensors"] = {"__all__": {"varies"}}
-    kernels: dict[str, Any] = {"operators": {"__all__": {"kernels"}}}  # amounts tell them, too
-    kernels |= dict.fromkeys(("fused", "fused_inputs"), True)  # operators tell them
+    kernels: dict[str, Any] = {"operators": {"__all__": {"kernels"}}}  # they follow from amounts
+    kernels |= dict.fromkeys(("fused", "fused_inputs"), True)  # they follow from operators
     each = {"whole": kernels, "tensor": kernels, "sequence": kernels}
     each |= {"tensor_alone": {"__all__": kernels}, "sequence_without": {"__all__": kernels}}
     left_out["classes"] = {"__all__": each}

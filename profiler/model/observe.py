@@ -27,14 +27,16 @@ from .layer_units import Units, find_units
 from .loaded import Batch
 
 _MORE_BYTES = 1.1
-"""Cutting between the blocks of an opened element may carry this many times what is carried around it."""
+"""An element of a container stays opened if cutting between its blocks carries at most so many times the bytes that
+cutting around it does."""
 
 _THROWS = 4
-"""Forwards that are compared where one draws by Python's random: with two ways to go, 15 of 16 models show it."""
+"""Forwards that are compared with the first to see whether a draw by Python's or numpy's random changes which layers
+run: of models with two equally likely ways, 15 of 16 show it."""
 
 _LONG_THROWS = 8
-"""Forwards of which the longest is profiled then: where each of four layers is left out by 30%, 9 of 10 models run all
-of them in one."""
+"""Forwards from which the longest is profiled, where they differ: if each of four layers is left out with a chance of
+30%, one of the 8 runs all of them in 9 of 10 models."""
 
 
 def observe(fake: FakeModel, size: int, seq_len: int | None, most_operators: int | None = None) -> LayerChain:
@@ -61,7 +63,7 @@ def observe(fake: FakeModel, size: int, seq_len: int | None, most_operators: int
             "which an optimizer made before it does not know; do that in __init__ (head.weight = embedding.weight), or "
             "compute with the other tensor and leave the parameter where it is"
         )
-    throws = range(_THROWS) if throws_dice and fake.mode is not None else ()  # real tensors go one way of them
+    throws = range(_THROWS) if throws_dice and fake.mode is not None else ()  # real tensors take one of the ways
     if any(_thrown(fake, units, size, seq_len, number) != chain.signatures for number in throws):
         raise DecidesByDrawsError("random", f"a draw of Python's or numpy's in {fake.loaded.source}")
     closed = frozenset[str]()
@@ -80,12 +82,12 @@ def observe(fake: FakeModel, size: int, seq_len: int | None, most_operators: int
 
 
 def _thrown(fake: FakeModel, units: Units, size: int, seq_len: int | None, number: int) -> tuple[Any, ...]:
-    """Signatures of a forward whose random numbers of Python and numpy begin from a number."""
+    """What tells the layers of a forward apart, if Python's and numpy's random numbers begin from `number`."""
     return _observe(replace(fake, dice=number), units, size, seq_len).signatures
 
 
 def longest_throw(fake: FakeModel, seq_len: int | None) -> int:
-    """What Python's and numpy's random numbers may begin from, for a forward to run many operators."""
+    """Of some seeds for Python's and numpy's random numbers the one with which a forward runs most operators."""
     units = find_units(fake.module)
 
     def operators(number: int) -> int:
@@ -180,8 +182,8 @@ def _trained_by_loss(fake: FakeModel, watch: ChainWatch, batch: Batch, loss: tor
 
 
 def _check_backward(fake: FakeModel, loss: torch.Tensor) -> None:
-    """Raises ValueError where the backward needs what was written into since: only the whole model shows that of what
-    one layer saves and another writes into."""
+    """Run the backward of the whole model. It raises ValueError if it needs a tensor that was written into since; runs
+    of single layers would not show that of a tensor which one layer saves and another writes into."""
     loss.backward()
     for parameter in fake.module.parameters():
         parameter.grad = None
@@ -194,7 +196,8 @@ def _as_saved(fake: FakeModel, saved: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 
 def check_unwritten(tensor: torch.Tensor, version: int, whose: str) -> None:
-    """Raises ValueError where a tensor was written into since it was saved, as autograd does without hooks on such."""
+    """Raises ValueError if a tensor was written into after it was saved. Autograd itself raises then, but not where
+    hooks on saved tensors are in use."""
     if tensor._version != version:
         raise ValueError(
             f"{whose} a tensor of {list(tensor.shape)} that the backward needs is written into after an operator has "
@@ -203,7 +206,7 @@ def check_unwritten(tensor: torch.Tensor, version: int, whose: str) -> None:
 
 
 def _noting(grad: Callable[..., Any], watch: ChainWatch) -> Callable[..., Any]:
-    """torch.autograd.grad, noted as an act of the model."""
+    """torch.autograd.grad, which also tells the watch that the model has called it."""
 
     @wraps(grad)
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -217,7 +220,7 @@ def _noting(grad: Callable[..., Any], watch: ChainWatch) -> Callable[..., Any]:
 
 
 def _noting_swaps(call: Callable[..., Any], watch: ChainWatch) -> Callable[..., Any]:
-    """torch.func.functional_call, noted as an act of the model."""
+    """torch.func.functional_call, which also tells the watch that the model has called it."""
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         watch.inputs.swaps = True
@@ -227,7 +230,8 @@ def _noting_swaps(call: Callable[..., Any], watch: ChainWatch) -> Callable[..., 
 
 
 def _noting_reentrant(watch: ChainWatch) -> Callable[..., Any]:
-    """What a reentrant checkpoint calls, noted as an act of the model, and seen as other functions are."""
+    """What a reentrant checkpoint calls: it also tells the watch that the model has such a checkpoint, and is seen like
+    any other function between layers."""
 
     def noted(*args: Any) -> Any:
         watch.inputs.reentrant = True
@@ -273,14 +277,14 @@ def _opened_in_vain(chain: LayerChain) -> frozenset[str]:
 
 
 def _stateful(root: nn.Module, written: list[str]) -> tuple[str, ...]:
-    """A note on buffers that the forward writes into; those of batch norms, which it does not read, are told apart."""
+    """A note on buffers that the forward writes into, without those of batch norms, which it does not read."""
     owners = {name: root.get_submodule(name.rpartition(".")[0]) for name in written}
     names = [name for name, owner in owners.items() if not isinstance(owner, nn.modules.batchnorm._NormBase)]
     return _left(names)
 
 
 def _left(names: Sequence[str]) -> tuple[str, ...]:
-    """A note on what a forward leaves behind for the next."""
+    """A note on what a forward leaves behind for the next one: under data parallelism each rank has its own."""
     if not names:
         return ()
     return (

@@ -18,11 +18,11 @@ from .loaded import Batch
 from .model_profile import Producer
 
 _BATCHES = 3
-"""Other batches that are looked at where integers of the first decide what is computed."""
+"""Further batches that are run if integers of the first one decide what is computed."""
 
 
 def shapes_at(fake: FakeModel, chain: LayerChain, size: int, seq_len: int | None) -> Shapes:
-    """Shapes at another batch size or length; of each class only the first layer really runs."""
+    """Shapes of all tensors at another batch size or length; of each class of layers only the first is run."""
     positions = Positions(fake.module)
     shapes = run_first_of_each_class(fake, chain, fake.batch(size, seq_len), positions)
     shapes.furthest = positions.furthest
@@ -32,7 +32,8 @@ def shapes_at(fake: FakeModel, chain: LayerChain, size: int, seq_len: int | None
 def run_first_of_each_class(
     fake: FakeModel, chain: LayerChain, batch: Batch, watch: AbstractContextManager[Any] | None = None
 ) -> Shapes:
-    """What one forward of `batch` produces, under `watch`; other layers return what the first of their class did."""
+    """Shapes of what one forward of `batch` produces. Of each class of layers only the first runs; others return what
+    it did. watch: a context that the forward runs in."""
     shapes = Shapes()
     cursor = Cursor()
     stand_ins = {}
@@ -64,10 +65,11 @@ def run_first_of_each_class(
 
 
 def unlike_crossings(fake: FakeModel, chain: LayerChain, size: int) -> tuple[str, frozenset[Producer]]:
-    """(what would cross a cut and is not the same in every run, in words; all such). '' if nothing is seen to: in its
-    size by the numbers of the batch, where integers are known by which the model decides, or at all in evaluation.
-    Behind what is of another size nothing crosses: stages would run functions of it on a stand-in of the wrong size.
-    All cross none where evaluation writes into parameters, of which a stage has its own alone."""
+    """(why some crossing tensors are not the same in every run, in words; '' if all are; their producers). Two things
+    are looked at: sizes in other batches, if integers are known by which the model decides; and whether a tensor is
+    there, and of the same shape, in evaluation. After a tensor whose size differs none may cross, for stages would run
+    functions of it on a stand-in of the wrong size. None may cross at all if evaluation writes into parameters, for a
+    stage has only its own."""
     if fake.mode is None or len(chain.layers) == 1:
         return "", frozenset()
     told, unlike = "", set[Producer]()
@@ -99,12 +101,12 @@ def unlike_crossings(fake: FakeModel, chain: LayerChain, size: int) -> tuple[str
 
 
 def _unlike(fake: FakeModel, chain: LayerChain, batch: Batch) -> list[tuple[Crossing, TensorSpec | None]]:
-    """The crossing tensors that are of another shape in a run of that batch, and what they are there. Once a function
-    runs more often, or less, between two layers than before, the how-manieth it is says no more which tensor is meant.
-    """
+    """Crossing tensors whose shape differs in a run of this batch, each with its spec there. The spec is None where a
+    function ran more or less often between two layers than before: then its calls can no longer be matched by
+    number."""
     try:
         shapes = run_first_of_each_class(fake, chain, batch).tensors
-    except (ValueError, DecidesByValuesError):  # it goes another way, of which nothing is known
+    except (ValueError, DecidesByValuesError):  # it takes another way, of which nothing is known
         return []
     names = {crossing.producer.name for crossing in chain.crossings if crossing.producer.kind == "glue"}
     miscounted = set[Producer]().union(*(_miscounted(name, chain.shapes.tensors, shapes) for name in names))
@@ -113,7 +115,8 @@ def _unlike(fake: FakeModel, chain: LayerChain, batch: Batch) -> list[tuple[Cros
 
 
 def _miscounted(name: str, before: Iterable[Producer], after: Iterable[Producer]) -> list[Producer]:
-    """Results of a function between layers from where it does not run as often between the same layers in both runs."""
+    """Results of calls of the function `name` between layers, from the first place on where both runs do not call it
+    equally often between the same two layers."""
     own, others = ([p for p in each if p.kind == "module" or p.name == name] for each in (before, after))
     same = next((i for i, (a, b) in enumerate(zip(own, others, strict=False)) if a != b), min(len(own), len(others)))
     return [producer for producer in own[same:] if producer.kind == "glue"]

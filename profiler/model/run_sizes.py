@@ -34,7 +34,8 @@ class RunSizes:
 
     @property
     def longest(self) -> int | None:
-        """Tokens per sample for which all tables of positions have rows; None if nothing says where one ends."""
+        """The largest number of tokens per sample for which every table of positions has rows; None if no table is
+        known to end."""
         if self._like is not self:
             return self._like.longest
         if self._longer is None or self.seq_len is None or self._other is None:
@@ -72,7 +73,7 @@ class RunSizes:
 
 
 def _at_other_length(fake: FakeModel, chain: LayerChain, seq_len: int | None) -> Shapes | None:
-    """Shapes of one sample at another length; None where there is none that the model takes."""
+    """Shapes of one sample at another length; None if there is no other, or the model does not take it."""
     other = other_length(seq_len)
     if other is None:
         return None
@@ -83,7 +84,7 @@ def _at_other_length(fake: FakeModel, chain: LayerChain, seq_len: int | None) ->
 
 
 def other_length(seq_len: int | None) -> int | None:
-    """A shorter sequence: models with learned positions take none that is longer."""
+    """Half the length, None if it is below 1: models with learned positions take no longer sequence than their own."""
     return seq_len // 2 if seq_len is not None and seq_len >= 2 else None
 
 

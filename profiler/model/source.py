@@ -4,10 +4,11 @@ import re
 from pathlib import Path
 
 PADDED = "@vocab%"
-"""Between the path of a config.json and the number of words of which its vocabulary is made a multiple."""
+"""Stands between the path of a config.json and the number that the size of its vocabulary is padded to a multiple
+of."""
 
 LORA = "@lora:"
-"""Between the rest of a source and what adapters the model has, as --lora says them."""
+"""Stands between the source of a model and its adapters, which are written as for --lora."""
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
@@ -29,7 +30,8 @@ def _named(source: str) -> str:
 
 
 def with_adapters_of(model: str, source: str) -> str:
-    """The model, if it is another place of the one that a source names: with the adapters that it says."""
+    """`model`, another path to the model of `source`, with the adapters that the source names, if it names none
+    itself."""
     mark, said = source.partition(LORA)[1:]
     return model if LORA in model else f"{model}{mark}{said}"
 

@@ -57,7 +57,7 @@ _LONGEST_REAL = 256
 """Tokens per sample of a run on real tensors; longer ones follow from it and two shorter runs."""
 
 _MOST_REAL_ELEMENTS = 500_000_000
-"""Parameters of a model that is run on real tensors: 2 GB, and as much again for gradients."""
+"""Most parameters of a model that is run on real tensors: 2 GB in fp32, and as much again for gradients."""
 
 _BY_VALUES = "it decides by values, which change with the precision"
 
@@ -98,7 +98,7 @@ def trace(
 
 @contextmanager
 def _in_words(loaded: LoadedModel) -> Iterator[None]:
-    """What a profile may not hold, as a sentence on the model."""
+    """While it lasts, a profile that breaks a rule of its document raises ValueError with a sentence on the model."""
     try:
         yield
     except ValidationError as error:
@@ -126,8 +126,9 @@ def _on_fake_tensors(
     notes: tuple[str, ...] = (),
     other_lengths: tuple[int, ...] = (),
 ) -> ModelProfile:
-    """other_lengths: if not a half and a quarter. may_loop: else Raises TokenByTokenError when a module
-    runs operators as many as there are tokens, or very many."""
+    """The profile of a model on fake tensors. other_lengths: at which it is run, too, if not at a half and a quarter of
+    its own. may_loop: if False, TokenByTokenError is raised when a module runs as many operators as there are tokens,
+    or very many."""
     most = None
     if loaded.seq_len is not None and not may_loop:
         most = min(max(FEWEST_OPERATORS, loaded.seq_len), OPERATORS_OF_LOOPS)
@@ -135,7 +136,7 @@ def _on_fake_tensors(
         return _profile(
             fake_model(loaded, torch.bfloat16, knows_layout), notes, lengths, progress, most, cuts, other_lengths
         )
-    except NoLossError as error:  # in no precision, and with no number of samples
+    except NoLossError as error:  # other precisions or numbers of samples do not help
         raise ValueError(str(error)) from None
     except ValueError as error:
         why = error.why if isinstance(error, ForwardError) else str(error)
@@ -149,12 +150,12 @@ def _on_fake_tensors(
 
 
 _SIZES = (1, 2, 3, 4, 6, 8)
-"""Samples with which a model is tried that does not run with as many as it is given."""
+"""Numbers of samples that are tried if a model does not run."""
 
 
 def _check_groups(loaded: LoadedModel, why: str) -> None:
-    """Raises ValueError in other words if a model runs with some numbers of samples and not with others, where this is
-    raised."""
+    """Raises ValueError if a model runs with some numbers of samples and not with others; does nothing if it runs with
+    all or with none of those that are tried. why: what the run that failed said."""
     fake = fake_model(loaded, torch.float32)
     runs = []
     for size in _SIZES:
@@ -195,7 +196,7 @@ def _of_few_tokens(
         few = merged(runs)
         profile = at_seq_len(few, seq_len)
         others = tuple(at_seq_len(few, seq_len // part) for part in (2, 4)) if lengths else ()
-    except ValueError:  # it takes no such few, or runs other layers then
+    except ValueError:  # it does not take so few, or runs other layers then
         return _on_fake_tensors(loaded, lengths, progress, knows_layout=knows_layout, notes=notes)
     return profile.model_copy(update={"other_lengths": others})
 
@@ -238,8 +239,8 @@ _CHOICES: tuple[Choices, Choices] = ("even", "first")
 
 
 def _are_alike(one: LoadedModel, other: LoadedModel) -> bool:
-    """Whether a forward reads the same parameters whichever choices are known, and makes tensors of the same sizes for
-    later layers: then all ranks run the same layers, though an expert gets more rows on one than on another."""
+    """Whether two ways of choosing experts make no difference to a forward but in how many rows each expert gets: it
+    reads the same parameters, and the tensors for later layers have the same sizes."""
     if parameters_read(one) != parameters_read(other):
         return False
     seen = []
@@ -253,8 +254,9 @@ def _are_alike(one: LoadedModel, other: LoadedModel) -> bool:
 def _on_real_tensors(
     loaded: LoadedModel, decision: str, lengths: bool, progress: Progress, draws: bool
 ) -> ModelProfile:
-    """Profile of the way that real numbers take through a model: one sample, the same in every batch. draws: of the
-    ways that Python's or numpy's random numbers take one that is long."""
+    """Profile of the layers that run with real numbers; one sample, repeated, is the batch, so every batch takes the
+    same way. draws: the model decides by Python's or numpy's random numbers; then of several ways that these give the
+    longest is taken."""
     seq_len = loaded.seq_len
     if seq_len is not None and seq_len > _LONGEST_REAL:
         loaded, lengths = loaded.with_seq_len(_LONGEST_REAL), True
@@ -434,7 +436,8 @@ def _with_common_degree(chain: LayerChain, index: int, found: Found) -> Found:
 
 
 def _agreeing_on_ties(fake: FakeModel, chain: LayerChain, found: dict[int, Found]) -> dict[int, Found]:
-    """A parameter with several readers is cut alike in all of them, or not at all."""
+    """The cuts, without those of a parameter that several layers read and that is not cut alike in all of them; a note
+    tells of each cut that is left out."""
     named = dict(fake.module.named_parameters(remove_duplicate=False))
     ways: dict[int, set[int | None]] = defaultdict(set)
     for layer, first in zip(chain.layers, chain.representatives(), strict=True):
@@ -475,12 +478,12 @@ def _uniquely_named(classes: Sequence[LayerClass]) -> tuple[LayerClass, ...]:
 
 
 def _of_bank(name: str) -> str:
-    """Why ranks cannot give a bank of experts the tokens that they have; "" where there is none."""
+    """A sentence on a bank of experts whose result for a token depends on the other tokens; '' if there is none."""
     return f"{name} makes something else of a token where it is given others with it" if name else ""
 
 
 def _ties(fake: FakeModel, layers: Sequence[LayerProfile]) -> tuple[tuple[str, ...], ...]:
-    """Names of one parameter, in the order in which layers read it; names that no layer reads come last."""
+    """Groups of names of one parameter, in the order in which layers read them; names that no layer reads come last."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in fake.module.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -508,8 +511,8 @@ _NO_CUTS = "not cut by tensor parallelism, because it decides by values, of whic
 
 
 def _uncut(classes: Sequence[LayerClass], notes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """A note on classes that hold weights, of which tensor parallelism can cut none. notes: on each class; of those
-    that have some it is said what could not be cut."""
+    """A note on classes of layers whose matrices tensor parallelism cannot cut; () if there are none. notes: for each
+    class; a class with notes of its own is left out here."""
     whole = [c for c, said in zip(classes, notes, strict=True) if not (c.cuts or said)]
     uncut = [c for c in whole if any(len(p.shape) > 1 for p in c.parameters)]
     cut = {_plain_name(c) for c in classes if c.cuts}
@@ -520,7 +523,8 @@ def _uncut(classes: Sequence[LayerClass], notes: Sequence[tuple[str, ...]]) -> t
 
 
 def _batch_norms(fake: FakeModel) -> tuple[str, ...]:
-    """A note where statistics run over the micro-batch of one rank, so that they change with the layout."""
+    """A note on batch norms, if there are any: their statistics are those of one rank's micro-batch, so numbers change
+    with the layout."""
     kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
     norms = {name: m for name, m in fake.module.named_modules() if isinstance(m, kinds)}
     names = [name for name, norm in norms.items() if norm.training or not norm.track_running_stats]
@@ -540,7 +544,8 @@ def _dense(fake: FakeModel) -> tuple[str, ...]:
 
 
 def _untrained(fake: FakeModel) -> str:
-    """What is told of parameters that the model does not have: torch trains none of them, and neither does a plan."""
+    """A note on trainable parameters that the model holds but has not registered; '' if there are none. Torch does not
+    train them, and neither does a plan."""
     held = held_beside(fake.module)
     places = [place for place, tensor in held if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
     if not places:
@@ -552,8 +557,8 @@ def _untrained(fake: FakeModel) -> str:
 
 
 def _check_sizes(loaded: LoadedModel, chain: LayerChain, sizes: RunSizes) -> None:
-    """Raises ValueError where samples cannot be told apart in what the batch function or the model makes. What is made
-    between layers of no parameter is not looked at: every stage makes it itself."""
+    """Raises ValueError if what the batch function or the model makes does not grow with the number of samples. Tensors
+    that are made between layers and depend on no parameter are not looked at: every stage makes them itself."""
     one, two = ([x.shape for x in tree_leaves(loaded.batch(n)) if isinstance(x, torch.Tensor)] for n in (1, 2))
     if one == two:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Where a model asks for the size of a parameter: no operator runs for it, so that only functions of torch tell."""
+"""Finds where a model asks for the size of a parameter. No operator runs for that, only a function of torch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,8 +14,8 @@ _SIZES = ("size", "__len__", "numel", "nelement")
 
 @contextmanager
 def asked_sizes(module: nn.Module, dims: int) -> Iterator[set[tuple[str, str]]]:
-    """Yields pairs: a parameter of so many dims whose size is asked for meanwhile, and the innermost module that runs
-    then, of those that hold such parameters."""
+    """Yields a set that fills, while it lasts, with pairs: a parameter of `dims` dims whose size is asked for, and the
+    innermost running module of those that hold such parameters."""
     names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters() if p.dim() == dims}
     sizes = _AskedSizes(names)
     with ExitStack() as stack:

@@ -1,5 +1,5 @@
-"""What the code of a model reaches beside its modules: names of its files that functions speak of, attributes of its
-classes. Counters and tables that a forward changes are kept there, too."""
+"""What the code of a model reaches besides its modules: names of files that its functions use, and attributes of its
+classes. A forward may change counters and tables there."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,13 +21,14 @@ _LOOKED_INTO = (
     "torch",
     "types",
 )
-"""Where classes of objects come from that may hold what a forward changes, beside files of the model's own."""
+"""Modules whose objects may hold what a forward changes, besides objects of the model's own files: beginnings of
+names."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """Names of a file or a class that code may bind anew, with ways to bind one and to take it out again. owner: by id.
-    whose: by name. only: those that count; None: all of a class but what Python puts there."""
+    """The names in a file or a class that code may bind anew, and functions to bind and unbind one. owner: id of the
+    file or class. whose: its name. only: the names that count; None: all of a class but those that Python sets."""
 
     owner: int
     whose: str
@@ -37,15 +38,16 @@ class Names:
     only: frozenset[str] | None = None
 
     def found(self) -> dict[str, Any]:
-        """What is bound now."""
+        """The names that are bound now, with their values."""
         if self.only is None:
             return {name: value for name, value in self.space.items() if not name.startswith("__")}
         return {name: self.space[name] for name in self.only if name in self.space}
 
 
 class ReachedCode:
-    """Goes from classes and functions of a model to all others that they speak of, in files that are not installed as
-    packages. names: is told which they may bind anew. value: is given what is found under names, to look inside."""
+    """Follows the classes and functions of a model to all others that their code names, in files that are not installed
+    as packages. names: is called with the names that code may bind anew. value: is called with each value found under a
+    name, to look inside."""
 
     def __init__(self, names: Callable[[Names], None], value: Callable[[Any], None]) -> None:
         self._names = names
@@ -56,9 +58,9 @@ class ReachedCode:
         self._runs = False
 
     def enter(self, code: type | FunctionType) -> None:
-        """Go to a class or a function, and from there on."""
+        """Follow a class or a function, and all that it leads to."""
         self._waiting.append(code)
-        if self._runs:  # what is found on the way waits
+        if self._runs:  # what is found while it runs waits
             return
         self._runs = True
         while self._waiting:
@@ -117,6 +119,6 @@ def _functions(attribute: Any) -> Iterator[FunctionType]:
 
 @cache
 def _words(code: CodeType) -> frozenset[str]:
-    """Names that code speaks of, with those of functions inside of it."""
+    """Names that occur in a function's code, also in functions inside of it."""
     inside = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(code.co_names).union(*map(_words, inside))

@@ -45,16 +45,16 @@ from .known_numbers import MOST_KNOWN, knowing_numbers, known
 from .shared_state import SharedState
 
 BeforeLoss = Callable[[list[torch.Tensor]], None]
-"""Is told of the tensors that the module has returned."""
+"""Is called with the tensors that the module has returned."""
 
 
 class NoLossError(ValueError):
-    """What should be the loss is no number that parameters have a part in."""
+    """What should be the loss is not a number that depends on parameters."""
 
 
 class TokenByTokenError(Exception):
-    """One module has run at least as many operators, or times, as a sample has tokens, or very many. module: the name
-    of one whose operators these are; '' where it is called so many times, or they belong to none."""
+    """A module has run as many operators as a sample has tokens, or was called as often, or very often. module: its
+    name if it runs the operators; '' if it is called so often, or if they are outside of all modules."""
 
     def __init__(self, module: str = "") -> None:
         super().__init__(module)
@@ -81,28 +81,30 @@ class FakeModel:
     mode: FakeTensorMode | None
     dtype: torch.dtype
     buffers: tuple[BufferProfile, ...] = ()
-    """As the model has them, before they take the compute dtype."""
+    """The model's buffers in their own dtypes, before they were cast to the compute dtype."""
     uncast: tuple[tuple[dict[str, Any], str, torch.Tensor], ...] = ()
-    """(where, name, tensor): what stands in for a tensor that is no parameter, in the dtype that it has by itself."""
+    """(dict, name in it, tensor): tensors in their own dtype, for the places of those that are not parameters."""
     trained_as: tuple[tuple[str, torch.dtype], ...] = ()
-    """(name, dtype) of the first trained parameter of each dtype that the model gives its parameters."""
+    """(name, dtype) of a trained parameter, the first of each dtype in which the model has parameters."""
     whole_because: str = ""
-    """Why some parameter must stay whole, in words: it is held elsewhere, too, or its gradient has a hook."""
+    """Why some parameter must stay a single whole object, in words: it is held elsewhere, too, or its gradient has a
+    hook."""
     knows_layout: bool = False
-    """Whether the integers of a batch, and what the batch function says is layout, keep their numbers, and all that is
-    computed of nothing else: what the model decides by them it decides as it does with real tensors."""
+    """Whether numbers are known of integers in a batch, of what the batch function calls layout, and of all that is
+    computed from these alone. What the model decides by such numbers it then decides as with real tensors."""
     kept_as: Mapping[str, KeptAs] = field(default_factory=dict)
-    """How frozen parameters are kept that are not kept as all others are, by full name."""
+    """Full name of a frozen parameter -> how it is kept, for those that are not kept like all others."""
     attributes: Mapping[str, str] = field(default_factory=dict)
-    """What the constructor has written onto parameters, by name, with the first that has it."""
+    """Attribute that the constructor sets on parameters -> the first parameter that has it."""
     dice: int | None = None
-    """What Python's and numpy's random numbers begin from in every run; None: they go on as they are."""
+    """Seed of Python's and numpy's random numbers in every run; None: they are not seeded."""
     changed: list[Changeable] = field(default_factory=list)
-    """What its last forward has left otherwise than it was; it is as before by then."""
+    """Places that its last forward had changed; they have been put back since."""
     left: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What its last forward has left behind in attributes, lists and the like, by place; it is gone by then."""
+    """Place -> tensor that its last forward left behind in attributes, lists and the like; they have been removed
+    since."""
     _laid_out: dict[tuple[int, int | None], Batch] = field(default_factory=dict)
-    """(samples, tokens of each) -> the batch whose numbers it knows, as it was made once."""
+    """(samples, tokens of each) -> the batch of this size whose numbers are known; it is made only once."""
 
     @contextmanager
     def buffers_uncast(self) -> Iterator[None]:
@@ -122,8 +124,8 @@ class FakeModel:
         return (*self.module.parameters(), *self.module.buffers())
 
     def batch(self, size: int, seq_len: int | None, cast: bool = True) -> Batch:
-        """Micro-batch of `size` samples; real ones are all alike, so that all batches lead to one decision. cast: in
-        the compute dtype, not in its own."""
+        """A micro-batch of `size` samples; with real numbers these are all the same, so that the model decides alike in
+        all batches. cast: in the compute dtype, and not in the batch's own."""
         loaded = self.loaded if seq_len is None else self.loaded.with_seq_len(seq_len)
         made: Batch
         if self.mode is None:
@@ -138,7 +140,7 @@ class FakeModel:
         return self._known_batch(self._laid_out[size, loaded.seq_len], cast)
 
     def other_batch(self, size: int, draw: int) -> Batch:
-        """Another micro-batch of so many samples, of which integers are known; draw: the how-manieth."""
+        """Another micro-batch of `size` samples whose integers are known. draw: its seed."""
         return self._known_batch(_laid_out(self.loaded, size, seed=draw))
 
     def _known_batch(self, laid_out: Batch, cast: bool = True) -> Batch:
@@ -153,8 +155,8 @@ class FakeModel:
     def loss(
         self, batch: Batch, before_loss: BeforeLoss = lambda returned: None, note_left: bool = False
     ) -> torch.Tensor:
-        """Loss of one forward, as if it were the first one. note_left: keep in `left` what it leaves behind. Raises
-        ValueError in words when the model cannot take the batch."""
+        """Loss of one forward in the model's first state. note_left: keep in `left` what the forward leaves behind.
+        Raises ValueError with a sentence if the model cannot take the batch."""
         before = taken(self._places)
         try:
             return self.next_loss(batch, before_loss)
@@ -171,8 +173,8 @@ class FakeModel:
         return {**dict(self.module.named_buffers()), **dict(held_beside(self.module))}
 
     def read_again(self, batches: tuple[Batch, Batch]) -> dict[str, bool]:
-        """Places of what one forward leaves behind and the next one reads, each with whether that one leaves something
-        else there again: what it keeps was made for good (a mask of a length)."""
+        """Place in which one forward leaves something that the next one reads -> whether the next one changes it. (If
+        not, it was made for good, as a mask of a length is.)"""
         with undone(self.module):
             self.next_loss(batches[0])
             before = {place: (t, t._version) for place, t in self._held().items() if place in self.left}
@@ -184,14 +186,14 @@ class FakeModel:
         return {place: place not in kept for place in read.places}
 
     def read_aside(self, names: Iterable[str], batch: Batch) -> list[str]:
-        """Those of these modules that keep aside what they return, too, where something reads it."""
+        """Those of these modules that also keep elsewhere what they return, where something reads it."""
         aside = ReadAside({name: self.module.get_submodule(name) for name in names})
         with undone(self.module), dice_apart(), aside.watched():
             self.next_loss(batch)
         return list(aside.names)
 
     def changed_by_several(self, names: Iterable[str], batch: Batch) -> dict[str, list[str]]:
-        """What more than one of these modules change in a forward, in words, with those, in the order in which they
+        """What several of these modules change in a forward, in words -> these modules, in the order in which they
         ran."""
         shared = SharedState({name: self.module.get_submodule(name) for name in names})
         with undone(self.module), dice_apart(), shared.watched():
@@ -208,7 +210,7 @@ class FakeModel:
         return [*places_of(self.module, keep_copies=True), random_draws()]
 
     def next_loss(self, batch: Batch, before_loss: BeforeLoss = lambda returned: None) -> torch.Tensor:
-        """Loss of one forward, which finds what the one before it has left behind."""
+        """Loss of one forward in the state that the last one has left behind."""
         args, kwargs = split_inputs(self.module, batch, self.loaded.loss is not None)
         output = self.module(*args, **kwargs)
         before_loss([leaf for leaf in tree_leaves(_parts(output)) if isinstance(leaf, torch.Tensor)])
@@ -250,7 +252,7 @@ class FakeModel:
                 yield
             return
         numbers = knowing_numbers(self.mode, self.loaded.choices) if self.knows_layout else self.mode
-        with one_thread(), numbers:  # what is computed of known numbers is small
+        with one_thread(), numbers:  # tensors with known numbers are small
             yield
 
     def _known(self, real: torch.Tensor, cast: bool) -> torch.Tensor:
@@ -347,8 +349,8 @@ def _same_numbers() -> Iterator[None]:
 
 
 def _alike(loaded: LoadedModel, size: int, seed: int = 0) -> Batch:
-    """A batch of one sample, `size` times: always the same. Where numbers in it say how many there are, or count rows
-    of all of them, it cannot be repeated, and is drawn."""
+    """A batch of one sample repeated `size` times, the same at every call. If numbers in it say how many samples there
+    are or count rows of all of them, it cannot be repeated: then it is drawn at that size."""
     torch.manual_seed(seed)
     one, two = loaded.batch(1), loaded.batch(2)
     (leaves, tree), (others, its_tree) = tree_flatten(one), tree_flatten(two)
@@ -361,8 +363,7 @@ def _alike(loaded: LoadedModel, size: int, seed: int = 0) -> Batch:
 
 
 def _laid_out(loaded: LoadedModel, size: int, seed: int = 0) -> Batch:
-    """A batch of that many samples that are all alike, with the numbers that are layout; other tensors have none, so
-    that pictures are drawn once and not kept."""
+    """A batch of `size` equal samples that has numbers only where they are layout: pictures are drawn, and not kept."""
     with torch.random.fork_rng(devices=[]):
         made = _alike(loaded, size, seed)
     layout = [t for name, t in named_tensors(made).items() if not t.is_floating_point() or name in loaded.layout]
@@ -378,7 +379,7 @@ def _laid_out(loaded: LoadedModel, size: int, seed: int = 0) -> Batch:
 
 
 def _repeated(one: torch.Tensor, two: torch.Tensor, size: int) -> torch.Tensor:
-    """A batch of one, `size` times, along the dim that a batch of two has more of."""
+    """One sample, repeated `size` times along the dim in which a batch of two is longer."""
     longer = [dim for dim, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
     return torch.cat([one] * size, dim=longer[0]) if longer else one
 
@@ -386,8 +387,8 @@ def _repeated(one: torch.Tensor, two: torch.Tensor, size: int) -> torch.Tensor:
 def _to_fake(
     root: nn.Module, mode: FakeTensorMode, dtype: torch.dtype
 ) -> tuple[tuple[dict[str, Any], str, torch.Tensor], ...]:
-    """Replace all tensors of the module in place; Module.to_empty would untie shared parameters. See FakeModel.uncast
-    for what comes back."""
+    """Replace all tensors of the module in place by fake ones; Module.to_empty would untie shared parameters. Returns
+    FakeModel.uncast."""
     twins: dict[int, torch.Tensor] = {}
     kept: list[torch.Tensor] = []
 
@@ -422,7 +423,7 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def _parts(output: Any) -> Any:
-    """What an object holds, where that is no tuple, list, dict or tensor."""
+    """The attributes of an object, for those that are no tuple, list, dict or tensor; others as they are."""
     return vars(output) if hasattr(output, "__dict__") and not isinstance(output, torch.Tensor | dict) else output
 
 

@@ -22,9 +22,9 @@ from .kept_results import note_run
 
 @cache
 def begin_autograd() -> None:
-    """Let autograd's engine see which devices there are. Where there is no GPU, a torch with CUDA shows it one that is
-    not there as soon as fake tensors are made, and with a device of its own the engine refuses to run in processes that
-    are forked from this one (torch 2.11)."""
+    """Run a first backward, so that autograd's engine sees which devices there are. A torch with CUDA on a machine
+    without a GPU shows the engine one as soon as fake tensors are made, and with such a device it refuses to run in
+    processes that are forked from this one (torch 2.11)."""
     torch.ones((), requires_grad=True, device="cpu").backward()
 
 
@@ -35,12 +35,12 @@ def fake_mode() -> FakeTensorMode:
 
 
 class _FakeMode(FakeTensorMode):
-    """Torch's mode, but for three answers of its own.
+    """Torch's fake mode, with three answers of its own.
 
-    It knows products of groups in bfloat16 alone, a CPU in other dtypes, too. It would ask for the numbers of the
-    longest target before it says how large what CTC keeps is: here that is as large as for targets of all their
-    letters. And looked up in a tensor whose numbers are known by indices that are not, it would give for known what
-    stood in the memory that it took for the result.
+    Torch knows grouped products in bfloat16 only; here they have any dtype, as on a CPU. For the size of what CTC
+    keeps, torch would ask for the number of the longest target; here it is as large as for targets that use all their
+    letters. And if a tensor with known numbers is looked up by unknown indices, torch would take whatever is in the
+    memory of the result for known numbers; here they are unknown.
     """
 
     @classmethod
@@ -48,7 +48,7 @@ class _FakeMode(FakeTensorMode):
         return False
 
     def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """What an operator returns; with numbers only if all that it is given has some."""
+        """The result of an operator; it has known numbers only if all fake tensors among its arguments have."""
         if func in _CTC:
             with self:
                 return _ctc_like(args[0], args[1])
@@ -69,8 +69,8 @@ _CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 
 
 def _ctc_like(log_probabilities: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What CTC returns and keeps: a loss for each sample, and a number for each frame and each place of its target,
-    blanks between."""
+    """(loss of each sample, what CTC keeps for backward: a number for each frame and each place of the target, with
+    blanks between)."""
     rows, samples, _ = log_probabilities.shape
     kept = log_probabilities.new_empty(samples, rows, 2 * targets.shape[-1] + 1)
     return log_probabilities.new_empty(samples), kept
@@ -78,7 +78,7 @@ def _ctc_like(log_probabilities: torch.Tensor, targets: torch.Tensor) -> tuple[t
 
 @contextmanager
 def without_log() -> Iterator[None]:
-    """What torch's fake tensors refuse is raised, and not printed beside that."""
+    """While it lasts, torch's fake tensors do not log what they refuse; they still raise it."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True
     try:
@@ -102,7 +102,7 @@ class LeanFakeMode(_FakeMode):
         self.cache_enabled = False  # torch's own
         self._attributes: dict[torch.device | None, dict[str, Any]] = {}
         self.computed: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] = _not_computed
-        """What an operator returns by the numbers of its tensors, where these are known (known_numbers.py)."""
+        """Computes the result of an operator if the numbers of its tensors are known (known_numbers.py)."""
 
     def __enter__(self) -> Self:
         note_run()
@@ -110,7 +110,7 @@ class LeanFakeMode(_FakeMode):
         return self
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What an operator returns, as it did before; NotImplemented where torch has to be asked."""
+        """The result of an operator, from what it returned before; NotImplemented if torch has to be asked."""
         key, begins = self._question(func, args, kwargs)
         return self._known(key, begins, args) if key else self.computed(func, args, kwargs)
 
@@ -138,8 +138,8 @@ class LeanFakeMode(_FakeMode):
     def _question(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """(all that an answer may depend on, but where the tensors begin; where they begin). The first is empty where
-        the answer may depend on more."""
+        """(all that a result may depend on, without where tensors begin in their storages; where they begin). The first
+        is empty if the result may depend on more."""
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         begins: list[int] = []
         known: list[bool] = []
@@ -154,8 +154,8 @@ class LeanFakeMode(_FakeMode):
         return tuple(key), tuple(begins)
 
     def _describe(self, values: Collection[Any], key: list[Any], begins: list[int], known: list[bool]) -> bool:
-        """Whether all that an answer may depend on could be added to the key. known: gets an entry for each tensor
-        whose numbers are known, by which the answer may not go."""
+        """Add to the key all of these values that a result may depend on. Returns False if that cannot be told. known:
+        gets an entry for each tensor with known numbers, on which the result must not depend."""
         key.append(len(values))
         for value in values:
             kind = type(value)
@@ -213,7 +213,8 @@ class LeanFakeMode(_FakeMode):
         return made
 
     def like_real(self, real: torch.Tensor, within: FakeTensor | None) -> FakeTensor:
-        """A fake tensor of a real one's layout; within: in whose storage it lies, if not in its own."""
+        """A fake tensor with the layout of a real one. within: the tensor whose storage it shares; None: it has one of
+        its own."""
         shape, stride, begin = tuple(real.shape), real.stride(), int(real.storage_offset())
         given = None if within is None else 0
         begin -= 0 if within is None else int(within.storage_offset())
@@ -221,11 +222,11 @@ class LeanFakeMode(_FakeMode):
         return made
 
     def _found(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> "_Returned | None":
-        """What an operator has returned, if it returns the like for all that is described alike; else None."""
+        """What to keep of an operator's result, if the same arguments always give the same; else None."""
         if not isinstance(func, torch._ops.OpOverload):
             return None
         views = func in _VIEWS_OF_FIRST
-        if not views and func is not _INDEX:  # of known masks the question has the number of rows
+        if not views and func is not _INDEX:  # if masks are known, the key has the number of rows
             try:
                 self._validate_cache_key(func, args, kwargs)
             except _BypassDispatchCache:
@@ -268,8 +269,8 @@ def _not_computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """A tensor that an operator returned. given: the place among its arguments of the one that it is a view of, or (if
-    there is no shape) that it is itself; begin: elements from the start of that one, or from that of its storage."""
+    """A tensor in the result of an operator. given: place of the argument that it is a view of, or that it is itself if
+    `shape` is None. begin: elements between its start and that of this argument, or of its own storage."""
 
     given: int | None
     shape: tuple[int, ...] | None = None
@@ -279,7 +280,7 @@ class _Output:
     device: torch.device | None = None
     requires_grad: bool = False
     constant: Any = None
-    """Where it is no tensor."""
+    """The value, if it is not a tensor."""
 
     @classmethod
     def of(cls, made: FakeTensor, given: int | None, args: Sequence[Any]) -> "_Output":
@@ -288,7 +289,7 @@ class _Output:
         return cls(given, tuple(made.shape), made.stride(), begin, made.dtype, made.fake_device, made.requires_grad)
 
     def casts(self, args: Sequence[Any]) -> bool:
-        """Whether it is a view of numbers as those of another dtype, which begin at another place."""
+        """Whether it is a view of its argument in another dtype, so that places are counted in other units."""
         return self.given is not None and self.shape is not None and self.dtype != args[self.given].dtype
 
 
@@ -304,7 +305,7 @@ _aten = torch.ops.aten
 _VIEWS_OF_FIRST = frozenset(
     {_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int, _aten._unsafe_view.default}
 )
-"""Operators that return views of their first argument where storages say so, all of them of the same."""
+"""Operators that return views of their first argument (all of them, or none), as the storages tell."""
 
 _BY_SHAPES = frozenset(
     {
@@ -318,8 +319,8 @@ _BY_SHAPES = frozenset(
 
 @cache
 def _is_by_shapes(func: Any) -> bool:
-    """Whether the numbers of some of its tensors make no difference to the fake ones that an operator returns for
-    others: it works number by number, or looks rows up, and writes into none of them."""
+    """Whether an operator gives the same fake tensors whatever the numbers of its inputs are: it works element by
+    element or looks rows up, and writes into none of them."""
     if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
         return False
     return func in _BY_SHAPES or torch.Tag.pointwise in func.tags
@@ -329,7 +330,7 @@ _INDEX = _aten.index.Tensor
 
 
 def _rows_chosen(indices: Sequence[Any]) -> tuple[int, ...] | None:
-    """Of how many rows x[indices] are, by its masks; None where that is not known."""
+    """Numbers of rows that the masks in x[indices] choose; None if these are not known."""
     masks = [each for each in indices if each is not None and each.dtype not in (torch.int64, torch.int32)]
     if any(each.dtype is not torch.bool or each.constant is None for each in masks):
         return None

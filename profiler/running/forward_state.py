@@ -26,15 +26,15 @@ from .gpu_kernel_emulation import Mode
 from .held_tensors import OF_MODULES, HeldTensors
 
 _EMPTY = object()
-"""What a cell of a closure holds before it is assigned."""
+"""The value of a closure's cell that is not assigned yet."""
 
 _NONE: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Changeable:
-    """One thing that a forward may change, with ways to take what it holds, to see whether it holds something else, and
-    to put back what was taken."""
+    """One thing that a forward may change. take: returns what it holds now. differs: whether it holds something else by
+    now. put: let it hold that again."""
 
     take: Callable[[], Any]
     differs: Callable[[Any], bool]
@@ -45,9 +45,9 @@ Taken = list[tuple[Changeable, Any]]
 
 
 class Reached:
-    """What the forward of a module, or a call of another function or object, reaches and may change: dicts, each with
-    names in it that are no part of that, names that its code may bind, what else holds others, and tensors but its
-    parameters, by id. iterators: what is taken from these cannot be put back."""
+    """All that a call of a module, function or object can reach and change. dicts: each with the names in it that do
+    not count. names: that code may bind anew. holders: other things that hold something. tensors: by id, without the
+    module's parameters. iterators: they cannot be put back, once something was taken from them."""
 
     def __init__(self, root: Callable[..., Any]) -> None:
         self.dicts: list[tuple[dict[Any, Any], frozenset[str]]] = []
@@ -93,7 +93,7 @@ class Reached:
 
 
 def place_of(holder: Any) -> Changeable:
-    """What a list, set, cell of a closure or source of random numbers holds."""
+    """The content of a list, set, cell of a closure or source of random numbers."""
     match holder:
         case list() | deque():
             return _items(holder)
@@ -110,8 +110,8 @@ def place_of(holder: Any) -> Changeable:
 
 
 def places_of(root: Callable[..., Any], keep_copies: bool = False) -> list[Changeable]:
-    """All that the forward of a module, or a call, may change, parameters apart. keep_copies: of numbers, so that those
-    that nobody has written into are copied once, and not each time that they are taken."""
+    """All that a forward or a call may change, without parameters. keep_copies: keep copies of tensors, so that one
+    that nobody writes into is copied once and not each time."""
     reached = Reached(root)
     silent = _running_statistics(root) if isinstance(root, nn.Module) else set()
     return [
@@ -127,29 +127,30 @@ def places_of(root: Callable[..., Any], keep_copies: bool = False) -> list[Chang
 
 
 def random_draws() -> Changeable:
-    """What is drawn from Python's and numpy's own random numbers, by any code."""
+    """The state of Python's and numpy's own random numbers, whoever draws them."""
     return _state(dice, put_dice_back)
 
 
 def taken(places: Iterable[Changeable]) -> Taken:
-    """What places hold now."""
+    """Each place with what it holds now."""
     return [(place, place.take()) for place in places]
 
 
 def changed(before: Taken) -> Taken:
-    """Those that hold something else than what was taken."""
+    """The places that no longer hold what was taken, with what was."""
     return [(place, value) for place, value in before if place.differs(value)]
 
 
 def put_back(before: Taken) -> None:
-    """Let places hold again what was taken."""
+    """Let places hold again what was taken from them."""
     for place, value in before:
         place.put(value)
 
 
 @contextmanager
 def undone(*roots: Callable[..., Any] | None) -> Iterator[None]:
-    """What forwards and calls of these leave behind meanwhile is put back. None: of nothing."""
+    """When it ends, all that forwards and calls of these have changed meanwhile is put back. None stands for
+    nothing."""
     before = taken(place for root in roots if root is not None for place in places_of(root))
     try:
         yield
@@ -158,12 +159,12 @@ def undone(*roots: Callable[..., Any] | None) -> Iterator[None]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written into; 0 of one that was made in inference mode, which does not count it."""
+    """How often a tensor was written into; 0 for a tensor made in inference mode, which does not count that."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class TensorsRead(Mode):
-    """Notes which of some tensors, by place, operators are given."""
+    """Notes the places of those tensors, of the given ones, that operators read."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -180,8 +181,9 @@ class TensorsRead(Mode):
 
 
 class ReadAside(Mode):
-    """Notes which modules keep aside what they return, too (or a view of it), where something reads it: whoever has
-    called them goes on with copies. Hooks on modules are given these, for they run on stand-ins, too."""
+    """Notes modules that also keep elsewhere what they return (or a view of it), if anything reads it there. To see
+    that, callers of a module are given copies. Hooks on modules are given copies, too, for they also run on
+    stand-ins."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -193,7 +195,7 @@ class ReadAside(Mode):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """While the modules run."""
+        """While it lasts, the modules are watched."""
         handles: list[RemovableHandle] = []
         for name, module in self._modules.items():
             handles.append(module.register_forward_pre_hook(self._begins))
@@ -239,9 +241,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _entries(holders: list[tuple[dict[Any, Any], frozenset[str]]]) -> Changeable:
-    """Of each dict all entries but those of some names, which are left as they are. A forward changes hardly any of the
-    thousands that a model has, so they are one place, and all entries are compared at once before they are told
-    apart."""
+    """The entries of these dicts, without those of some names. They are one place and are compared all at once, for a
+    forward changes hardly any of the thousands in a model."""
 
     def differs(values: list[dict[Any, Any]]) -> bool:
         return any(_differ(holder, value, apart) for (holder, apart), value in zip(holders, values, strict=True))
@@ -271,7 +272,7 @@ def _but(apart: frozenset[str], entries: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _bindings(spaces: list[Names]) -> Changeable:
-    """What names of files and classes are bound to."""
+    """The values that names of files and classes are bound to."""
 
     def differs(values: list[dict[str, Any]]) -> bool:
         return any(_differ(space.found(), value, _NONE) for space, value in zip(spaces, values, strict=True))
@@ -324,12 +325,12 @@ def _cell(cell: CellType) -> Changeable:
 
 
 def _state(take: Callable[[], Any], put: Callable[[Any], None]) -> Changeable:
-    """Of random numbers of Python or numpy."""
+    """A state of random numbers of Python or numpy."""
     return Changeable(take, lambda value: pickle.dumps(value) != pickle.dumps(take()), put)
 
 
 def draws_of(generator: torch.Generator) -> Changeable:
-    """What is drawn from a generator of torch's; its state is numbers, also where tensors have none."""
+    """The state of a torch generator. It is read outside of all modes, for it is a tensor with numbers."""
 
     def take() -> torch.Tensor:
         with _disable_current_modes():
@@ -347,8 +348,8 @@ def draws_of(generator: torch.Generator) -> Changeable:
 
 
 def _numbers(tensor: torch.Tensor, silent: bool, keep_copy: bool) -> Changeable:
-    """silent: what writes into it does not tell. Whether that is so of others (what goes through .data), a look at the
-    numbers after the first forward says. Autograd does not hear of what is put back."""
+    """The numbers of a tensor. silent: whether writes into it do not change its version. For other tensors (written
+    through .data) a look at the numbers after the first forward decides that. Autograd is not told what is put back."""
     known: list[tuple[int, torch.Tensor]] = []
     tells = False if silent else None
 
@@ -390,6 +391,6 @@ def _own_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _running_statistics(root: nn.Module) -> set[int]:
-    """Buffers that norms write into without telling: their versions stay as they are (torch 2.13)."""
+    """Buffers of norms, whose kernels write into them without a change of version (torch 2.13)."""
     norms = [module for module in root.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
     return {id(buffer) for norm in norms for buffer in norm.buffers()}

@@ -15,7 +15,7 @@ _LIGHT = ("elementwise", "copy")
 """Kinds of operators that a fused kernel takes in."""
 
 _LAYOUT = "clone"
-"""An operator that only changes the layout: fused kernels write what the next one reads."""
+"""An operator that only changes the layout: a fused kernel writes the layout that its reader needs."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class FusedKernels:
 
 
 def _is_light(op: Op) -> bool:
-    """Whether a fused kernel's backward makes the results again; what is drawn at random comes but once."""
+    """Whether the backward of a fused kernel would compute the operator's results again; not if they are drawn at
+    random."""
     return op.kind in _LIGHT and not op.draws
 
 
 def _entering(dropped: Collection[int], kept: Collection[int], made_by: dict[int, Op]) -> Iterator[int]:
-    """Storages that the chains of these begin with: results of other kinds of operators, of other modules, tensors that
-    none of the operators made, and what was copied into another layout. What is made of no tensor (arange) is not kept
-    either."""
+    """Storages that enter the chains of these: results of other kinds of operators and of other modules, tensors that
+    no operator made, and copies in another layout. Results of operators without input (arange) are not kept either."""
     waiting, seen = list(dropped), set(dropped)
     while waiting:
         maker = made_by[waiting.pop()]

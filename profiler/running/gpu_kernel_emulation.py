@@ -1,4 +1,4 @@
-"""While a model runs on fake CPU tensors: what a GPU's kernels would keep, in place of what the CPU's do."""
+"""Makes a model on fake CPU tensors keep for backward what a GPU's kernels would, in place of what the CPU's do."""
 
 import os
 import sys
@@ -27,7 +27,8 @@ RNN_SAVED_PER_OUTPUT = 6
 
 @contextmanager
 def as_on_gpu() -> Iterator[list[str]]:
-    """Yields a list that names what would refuse a batch of one sample (batch norm over a single value)."""
+    """While it lasts, operators on fake tensors keep what a GPU's kernels would. Yields a list of what would refuse a
+    batch of one sample (batch norm over a single value)."""
     refusals: list[str] = []
     masking: Any = sys.modules.get("transformers.masking_utils")
     with ExitStack() as stack:
@@ -45,8 +46,9 @@ def as_on_gpu() -> Iterator[list[str]]:
 
 @contextmanager
 def _without_checks_of_numbers() -> Iterator[None]:
-    """transformers compares numbers that fake tensors do not have, as of a picture's tokens in a text; it leaves that
-    out if a variable of the environment says so (one is set, not all copied, which a recorded profile would notice)."""
+    """While it lasts, an environment variable tells transformers not to check numbers that fake tensors do not have,
+    such as those of a picture's tokens in a text. (Only this variable is set: to copy all of them would look like a
+    model that reads them all.)"""
     before = os.environ.get(_NO_CHECKS)
     os.environ[_NO_CHECKS] = "1"
     try:
@@ -93,7 +95,7 @@ class _Kernels(TorchFunctionMode):
 
 
 def _is_by_mask(tensor: torch.Tensor, mask: Any, value: Any) -> bool:
-    """Whether x[mask] = value gives all places of the mask the same."""
+    """Whether x[mask] = value gives all places of the mask the same value."""
     if not (isinstance(tensor, FakeTensor) and isinstance(mask, torch.Tensor) and mask.dtype == torch.bool):
         return False
     return not isinstance(value, torch.Tensor) or value.dim() <= tensor.dim() - mask.dim()
@@ -123,7 +125,7 @@ def _without_dropout(
 
 
 def in_dropout() -> bool:
-    """Whether an operator runs in one of torch's dropouts, which the executor draws by the sample."""
+    """Whether one of torch's dropouts is running, whose masks the executor draws sample by sample."""
     return _in_dropout.get()
 
 
@@ -148,8 +150,8 @@ def _dropout(
 
 
 def _can_be_fused(input: torch.Tensor, hx: Any, *more: Any) -> bool:
-    """Whether an LSTM has neither packed sequences (then sizes stand where states are) nor projections, which nothing
-    fuses."""
+    """Whether an LSTM can be fused: its input is not a packed sequence (then sizes stand in the place of states), and
+    it has no projections."""
     return isinstance(input, FakeTensor) and not isinstance(hx, torch.Tensor) and hx[0].shape == hx[1].shape
 
 
@@ -164,8 +166,9 @@ def _lstm(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One fused call for each layer and direction. A CPU's library makes it in fp32, and in bf16 where the processor
-    has that (oneDNN: AVX-512); else torch goes through the sequence step by step, as no GPU does."""
+    """The results of an LSTM, by one fused call for each layer and direction. CPU libraries have such a call in fp32,
+    and in bf16 on processors that can (oneDNN: AVX-512); otherwise torch goes through the sequence step by step, as no
+    GPU does."""
     directions, (hidden, cells) = 1 + bidirectional, hx
     each, width = len(weights) // (num_layers * directions), cells.shape[-1]
     layer = (input.transpose(0, 1) if batch_first else input).contiguous()
@@ -190,11 +193,12 @@ def _lstm(
 
 
 _LSTM = 2
-"""torch's number of this kind of recurrent layer (at::native, mkldnn_rnn_layer)."""
+"""Torch's number for an LSTM among recurrent layers (at::native, mkldnn_rnn_layer)."""
 
 
 class Mode(TorchDispatchMode):
-    """A dispatch mode that runs as it is: torch would wrap it against its compiler, at every operator."""
+    """A dispatch mode that torch does not wrap in protection from its compiler, which would cost time at every
+    operator."""
 
     _fakes: LeanFakeMode | None = None
     _between: tuple["Mode", ...] = ()
@@ -204,7 +208,8 @@ class Mode(TorchDispatchMode):
         return False
 
     def changes(self, func: Any) -> bool:
-        """Whether this mode may do more with an operator than have it run; those that note what runs are on top."""
+        """Whether this mode does more with an operator than run it. Modes that only note what runs must be on top of
+        others."""
         return True
 
     def __enter__(self) -> Self:
@@ -217,8 +222,8 @@ class Mode(TorchDispatchMode):
         return self
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the modes below make of an operator: at once where a lean fake mode has answered it before and no other
-        between has a say in it, for which torch would go through all of them."""
+        """The result of an operator in the modes below this one. If a lean fake mode knows it from before, and no mode
+        between changes it, it is returned at once: torch would go through all modes."""
         if (device := device_of(func, args)) is not None:
             return device
         if self._fakes is not None:
@@ -233,8 +238,8 @@ class Mode(TorchDispatchMode):
 
 
 def device_of(func: Any, args: tuple[Any, ...]) -> torch.device | None:
-    """The answer where torch asks a fake tensor for its device, as it does several times for each operator; None where
-    something else is asked. Any mode may answer, without asking those below it."""
+    """The device of a fake tensor, if that is what torch asks for, as it does several times for each operator; None if
+    it asks for something else. Any mode may answer this without asking those below it."""
     if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
         return args[0].fake_device
     return None
@@ -259,12 +264,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class _Results(Mode):
-    """What fake kernels return otherwise: the workspace of a fused LSTM has no bytes, a batch norm over one value
-    (which the model will not see when it trains) divides by zero, bags of embeddings are noted as on a CPU, and some
-    losses are new scalars, where real ones are what is left of the memory of all their terms."""
+    """Puts right what fake kernels return: the workspace of a fused LSTM would have no bytes; a batch norm over one
+    value, which training will not meet, would divide by zero; bags of embeddings would be noted as on a CPU; and some
+    losses would be new scalars, where real ones keep the memory of all their terms."""
 
     def changes(self, func: Any) -> bool:
-        """Only these."""
+        """Whether an operator is one of these."""
         return func in _CHANGED
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""Tensors that a module holds by anything but its parameters and buffers: attributes, containers, closures, hooks."""
+"""Tensors that a module holds besides parameters and buffers: in attributes, containers, closures and hooks."""
 
 import copy
 import functools
@@ -43,7 +43,7 @@ class HeldTensors:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """All that were entered, registered or not."""
+        """All modules that were entered, registered or not."""
         return list(self._modules.values())
 
     def enter(self, root: nn.Module) -> None:
@@ -53,7 +53,7 @@ class HeldTensors:
             self._module(module, f"{prefix}." if prefix else "")
 
     def look_into(self, value: Any) -> None:
-        """Go through what others hold, too, which stays as it is."""
+        """Enter a value that others hold, too; the value itself is not replaced."""
         self._value(value, "", 0, True)
 
     def _unregistered(self, root: nn.Module, place: str) -> None:
@@ -79,8 +79,8 @@ class HeldTensors:
             self._value(hook, f"{prefix}{kind}({i})", 0)
 
     def _value(self, value: Any, place: str, depth: int, shared: bool = False) -> Any:
-        """What is to stand for a value: itself, or another tensor, or a list, tuple or dict with others inside. shared:
-        it is inside of an object or a function, which others may have, too."""
+        """What to put in the place of a value: itself, another tensor, or a list, tuple or dict with other tensors
+        inside. shared: whether the value is inside of an object or a function, which others may hold, too."""
         if isinstance(value, torch.Tensor):
             kept = self._visit(place, value)
             return kept if not shared or value.is_meta or isinstance(value, FakeTensor) else value
@@ -145,12 +145,12 @@ def _alike(value: Any, elements: list[Any]) -> Any:
 
 
 def gradient_hooks(tensor: torch.Tensor | None) -> list[Callable[..., Any]]:
-    """What a tensor calls with its gradient (register_hook)."""
+    """The hooks that a tensor's gradient is given to (register_hook)."""
     return [] if tensor is None else list((tensor._backward_hooks or {}).values())
 
 
 def keep_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Let what stands in for a tensor give its gradient to the same hooks."""
+    """Register the hooks of a tensor on the one that takes its place."""
     for hook in gradient_hooks(old):
         new.register_hook(hook)
 
@@ -175,7 +175,7 @@ def whole_because(root: nn.Module) -> str:
 
 
 def held_beside(root: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """(place, tensor) of what is neither a parameter nor a buffer, each once."""
+    """(place, tensor) of all tensors that are neither parameters nor buffers, each once."""
     known = {id(t) for t in (*root.parameters(), *root.buffers())}
     found: dict[int, tuple[str, torch.Tensor]] = {}
 
@@ -189,7 +189,7 @@ def held_beside(root: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def unregistered_modules(root: nn.Module) -> list[nn.Module]:
-    """Modules that modules of a model hold in lists, closures and the like, and that are none of its own."""
+    """Modules that a model holds in lists, closures and the like, without having registered them."""
     held = HeldTensors(lambda place, tensor: tensor)
     held.enter(root)
     own = set(root.modules())
@@ -211,6 +211,6 @@ def kept_parameters(root: nn.Module) -> list[tuple[str, str]]:
 
 
 def _is_library(module: str | None) -> bool:
-    """Whether what a module defines is torch's or our own, optimizers left aside."""
+    """Whether a module is torch's or our own. torch.optim does not count."""
     top = (module or "").partition(".")[0]
     return top in ("torch", __name__.partition(".")[0]) and not (module or "").startswith("torch.optim")

@@ -1,5 +1,6 @@
-"""What a model's code keeps for its next call beside its modules: results of functions (functools.lru_cache), and what
-it puts into dicts and lists of its files and classes. That of a run on fake tensors is of no use to any other run."""
+"""What a model's code keeps for its next call outside of its modules: results of functions (functools.lru_cache), and
+entries in dicts and lists of its files and classes. What a run on fake tensors keeps there must not reach other
+runs."""
 
 import functools
 import gc
@@ -22,18 +23,18 @@ _LISTS = (list, deque)
 _KEEPING = (*_TABLES, *_LISTS, _LRU, FunctionType, staticmethod, classmethod)
 
 _functions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Functions that keep results, and how often each had computed one when it was last looked at."""
+"""Function that keeps its results -> how many it had computed when it was last looked at."""
 
 _has_run = False
-"""Whether anything has run on fake tensors since what is kept of it was forgotten."""
+"""Whether anything has run on fake tensors since kept results were last forgotten."""
 
 _num_installed = 0
-"""How many modules that are no user's files were imported when all functions were last looked for."""
+"""Number of imported modules that are not the user's, when all functions were last searched."""
 
 
 @contextmanager
 def fakes_forgotten() -> Iterator[None]:
-    """What is kept of runs on fake tensors meanwhile is gone afterwards."""
+    """When it ends, results that code has kept of runs on fake tensors are forgotten."""
     try:
         yield
     finally:
@@ -41,22 +42,22 @@ def fakes_forgotten() -> Iterator[None]:
 
 
 def note_run() -> None:
-    """Something runs on fake tensors, or builds a model on the meta device: its code may keep some."""
+    """Note that something runs on fake tensors, or builds a model on the meta device: its code may keep such
+    tensors."""
     global _has_run
     _has_run = True
 
 
 def forget_other_runs() -> None:
-    """Before a run on fake tensors: let nothing be kept of others, whose tensors its own must not meet."""
+    """Before a run on fake tensors: forget what was kept of other runs, whose tensors must not mix with its own."""
     if _has_run:
         forget_fakes()
     note_run()
 
 
 def forget_fakes() -> None:
-    """Let functions compute anew what they have kept of tensors that are fake, or on the meta device, and take fake
-    ones out of dicts and lists of files and classes that are not installed as packages: a run on real tensors would be
-    given them."""
+    """Clear functions that have kept fake tensors or tensors on the meta device, and take fake tensors out of dicts and
+    lists in files and classes that are not installed as packages. A run on real tensors would be given them."""
     global _has_run
     _has_run = False
     files = [module for module in list(sys.modules.values()) if is_own_file(module)]
@@ -76,16 +77,16 @@ def forget_fakes() -> None:
 
 
 def _held_by(files: Iterable[ModuleType]) -> list[Any]:
-    """What files and their classes hold that may keep something, each once: all files hold the same __builtins__."""
+    """The values in files and their classes that may keep something, each once: all files share one __builtins__."""
     spaces = (vars(holder) for file in files for holder in _holders(file))
     held = (held for space in spaces for held in list(space.values()) if type(held) in _KEEPING)
     return list({id(each): each for each in held}.values())
 
 
 def _with_new_results(all_held: Iterable[Any], num_installed: int) -> Iterator[Any]:
-    """Functions that have kept something since they were last looked at, of what the user's files hold. Where packages
-    were imported since, all objects are looked through as well, which takes 50 to 100 ms; those that a process began
-    with, as a copy of another, are not among them (gc.freeze)."""
+    """Functions that have kept results since they were last looked at, of those that the user's files hold. If packages
+    were imported since, all objects are searched, which takes 50 to 100 ms; but not those that a process has from the
+    one it was copied from (gc.freeze)."""
     global _num_installed
     found = [x for held in all_held for x in _keeping(held)]
     if _num_installed != num_installed:
@@ -101,7 +102,7 @@ def _with_new_results(all_held: Iterable[Any], num_installed: int) -> Iterator[A
 
 
 def _keeping(held: Any, depth: int = 2) -> Iterator[Any]:
-    """Functions that keep results, and are one that a file or class holds, or inside of it, as decorators put them."""
+    """Functions that keep results: the value itself, or functions that it wraps, as decorators do."""
     held = getattr(held, "__func__", held) if isinstance(held, staticmethod | classmethod) else held
     if type(held) is _LRU:
         yield held
@@ -111,13 +112,14 @@ def _keeping(held: Any, depth: int = 2) -> Iterator[Any]:
 
 
 def _results(function: Any) -> Iterator[Any]:
-    """All that a function keeps; the garbage collector sees it in a dict, or beside one where there is a most."""
+    """All results that a function keeps. The garbage collector finds them in a dict, or beside one if their number is
+    limited."""
     for held in gc.get_referents(function):
         yield from held.values() if type(held) is dict else (held,)
 
 
 def _holders(file: ModuleType) -> Iterator[ModuleType | type]:
-    """A file and its classes, in which the code of a model may keep something."""
+    """A file and its classes: where code of a model may keep something."""
     yield file
     for held in list(vars(file).values()):
         if isinstance(held, type) and held.__module__ == file.__name__:
@@ -125,8 +127,8 @@ def _holders(file: ModuleType) -> Iterator[ModuleType | type]:
 
 
 def _has_fakes(values: Iterable[Any], or_meta: bool = False, depth: int = 2) -> bool:
-    """Whether one of the values is a fake tensor, or a tuple, list or dict with one inside. or_meta: or on the meta
-    device, where a file may hold some for itself."""
+    """Whether one of the values is a fake tensor, or a tuple, list or dict that holds one. or_meta: a tensor on the
+    meta device counts, too; not for files, which may hold some for themselves."""
     for value in values:
         if isinstance(value, FakeTensor) or (or_meta and isinstance(value, torch.Tensor) and value.is_meta):
             return True

@@ -20,17 +20,18 @@ from .fake_modes import LeanFakeMode
 from .gpu_kernel_emulation import Mode
 
 MOST_KNOWN = 1 << 24
-"""Numbers of one tensor that are computed: 2,000 by 2,000 pixels of four samples."""
+"""Most numbers of a tensor that are computed: 2,000 by 2,000 pixels in each of four samples."""
 
 
 MOST_FRACTIONS = 1 << 16
-"""The same of floating point that are made of no tensor: a mask of the tokens of a few samples."""
+"""Most floating-point numbers that are computed by an operator without input: a mask over the tokens of a few
+samples."""
 
 
 @contextmanager
 def knowing_numbers(mode: FakeTensorMode, choices: Choices = "") -> Iterator[None]:
-    """The fake mode, in which operators on known numbers give known numbers. choices: and so do top-k and argmax of
-    unknown ones, which choose each index as often as any other ("even"), or the first ones always ("first")."""
+    """While it lasts, operators on known numbers give known numbers in this fake mode. choices: then top-k and argmax
+    of unknown numbers do, too: they choose every index equally often ("even"), or always the first ones ("first")."""
     limit = patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", MOST_KNOWN)
     lists = patch.object(FakeTensor, "tolist", _tolist)
     chosen = _KnownChoices(mode, choices == "even") if choices else nullcontext()
@@ -42,7 +43,7 @@ def knowing_numbers(mode: FakeTensorMode, choices: Choices = "") -> Iterator[Non
 
 
 def known(mode: FakeTensorMode, real: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A fake tensor with the numbers of a real one; in that dtype, if it is given."""
+    """A fake tensor that knows the numbers of a real one; in dtype `dtype` if one is given."""
     with no_dispatch():
         own = real.detach().to(dtype or real.dtype, copy=True)
     made: torch.Tensor = mode.fake_tensor_converter.from_real_tensor(mode, own, make_constant=True)
@@ -53,8 +54,8 @@ _number_by_number = FakeTensor.tolist
 
 
 def _tolist(tensor: FakeTensor) -> Any:
-    """The numbers at once, where they are known: torch's own way (seen in 2.13) asks each element for its number, which
-    is 400 s for the token types of one batch of Qwen2-VL."""
+    """The numbers of a tensor as lists, all at once if they are known. Torch's own way (seen in 2.13) asks for one
+    number after another, which takes 400 s for the token types of one batch of Qwen2-VL."""
     if tensor.constant is None:
         return _number_by_number(tensor)
     with no_dispatch():
@@ -62,8 +63,8 @@ def _tolist(tensor: FakeTensor) -> Any:
 
 
 def _computed(mode: LeanFakeMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator makes of known numbers alone, with these; NotImplemented where torch has to be asked, which does
-    the same, but takes much longer."""
+    """The result of an operator whose tensors all have known numbers. NotImplemented if torch has to be asked, which
+    takes much longer."""
     if not _is_lean(func):
         return NotImplemented
     sources: dict[int, FakeTensor] = {}
@@ -83,7 +84,7 @@ def _computed(mode: LeanFakeMode, func: Any, args: Sequence[Any], kwargs: Mappin
 
 @cache
 def _is_lean(func: Any) -> bool:
-    """Whether an operator only returns what it computes: one tensor, of the same for the same numbers."""
+    """Whether an operator returns one new tensor that depends on its arguments alone, and does nothing else."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func in _OTHERWISE:
         return False
     tags = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -92,11 +93,11 @@ def _is_lean(func: Any) -> bool:
 
 
 _OTHERWISE = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-"""Operators that fake modes do more with than to compute them."""
+"""Operators for which a fake mode does more than compute their result."""
 
 
 class _UnknownError(Exception):
-    """Some number is not known, or a tensor is none of the CPU's."""
+    """Some number is not known, or a tensor is not on the CPU."""
 
 
 def _numbers_of(mode: LeanFakeMode, values: Sequence[Any], sources: dict[int, FakeTensor]) -> list[Any]:
@@ -120,8 +121,8 @@ def _numbers_of(mode: LeanFakeMode, values: Sequence[Any], sources: dict[int, Fa
 
 
 def _with_numbers(mode: LeanFakeMode, real: torch.Tensor, sources: dict[int, FakeTensor]) -> Any:
-    """The fake tensor of a real one that was just made, in the storage of that whose storage the real one is in;
-    NotImplemented where that does not tell where it lies."""
+    """The fake tensor for a real one that was just made; it shares a storage with the fake tensor that it is a view of.
+    NotImplemented if it cannot be said which part of a storage it is."""
     converter, storage = mode.fake_tensor_converter, real.untyped_storage()
     source = sources.get(storage._cdata)
     if real.is_conj() or real.is_neg():
@@ -144,8 +145,8 @@ def _with_numbers(mode: LeanFakeMode, real: torch.Tensor, sources: dict[int, Fak
 
 
 class _KnownLists(TorchFunctionMode):
-    """torch.tensor of a list of tensors, whose numbers it reads where fake ones have none; and x[mask] where the mask
-    is expanded over the last dims of x to more numbers than are known, as x[the mask itself] of all of these."""
+    """Lets torch.tensor read the numbers of tensors in a list, where fake tensors have none. And if a mask is expanded
+    over the last dims of x to more numbers than are known, x[mask] is computed with the mask before that."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
@@ -165,7 +166,8 @@ class _KnownLists(TorchFunctionMode):
 
 
 def _before_expanding(mode: FakeTensorMode, mask: FakeTensor) -> torch.Tensor | None:
-    """The known mask of which one of too many numbers repeats each along its last dims; None if there is no such."""
+    """The known mask that was expanded to this one, which repeats each of its numbers along its last dims; None if this
+    one was not expanded so."""
     real, own = getattr(mask, _EXPANDED, None), mask.dim()
     while own and mask.stride(own - 1) == 0:
         own -= 1
@@ -177,11 +179,12 @@ def _before_expanding(mode: FakeTensorMode, mask: FakeTensor) -> torch.Tensor | 
 
 
 _EXPANDED = "known_when_expanded"
-"""Attribute of a fake tensor: the real one, where it has more numbers than are computed, all of them repeated."""
+"""Attribute of an expanded fake tensor with more numbers than are computed: the real tensor."""
 
 
 class _KnownRanges(Mode):
-    """Numbers that operators make of no tensor (positions, zeros) are known, too; and masks keep what they repeat."""
+    """While it lasts, the numbers that operators make without input (positions, zeros) are known, too, and expanded
+    masks know what they repeat."""
 
     _MAKE = ("arange", "zeros", "ones", "full", "scalar_tensor")
 
@@ -190,7 +193,8 @@ class _KnownRanges(Mode):
         self._mode = mode
 
     def changes(self, func: Any) -> bool:
-        """Of tensors without known numbers, what they are makes no difference to these."""
+        """Whether it may change what an operator returns. (An operator on tensors without known numbers is not
+        changed.)"""
         return func.overloadpacket.__name__ in self._MAKE
 
     def __torch_dispatch__(
@@ -214,11 +218,12 @@ class _KnownRanges(Mode):
 
 
 _INTERPOLATING = ("grid_sampler_2d", "grid_sampler_3d", "upsample_bicubic2d", "upsample_bilinear2d")
-"""Operators that are made of many others, of which those on places alone would be computed for every channel."""
+"""Operators that torch computes by many others; those on places alone would be computed again for every channel."""
 
 
 def _is_in_vain(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operator would compute numbers that are not kept: places in what is not known, or too many."""
+    """Whether an operator would compute numbers for nothing: places in a tensor whose numbers are not known, or more
+    numbers than are kept."""
     fakes = [x for x in args[:3] if isinstance(x, FakeTensor)]
     if func.overloadpacket.__name__ in _INTERPOLATING:
         return any(x.constant is None for x in fakes)
@@ -242,7 +247,8 @@ def _forgotten(args: tuple[Any, ...]) -> Iterator[None]:
 
 
 class _KnownChoices(Mode):
-    """Indices of the largest scores, known without these: in turn, or the first ones. No row has one of them twice."""
+    """Makes indices of the largest scores known although the scores are not: one after another in turn, or always the
+    first ones. No row has an index twice."""
 
     def __init__(self, mode: FakeTensorMode, in_turn: bool) -> None:
         super().__init__()
@@ -250,7 +256,7 @@ class _KnownChoices(Mode):
         self._in_turn = in_turn
 
     def changes(self, func: Any) -> bool:
-        """Only these."""
+        """Whether an operator is top-k or argmax: no other is changed."""
         return func is _TOPK or func is _ARGMAX
 
     def __torch_dispatch__(
@@ -266,7 +272,8 @@ class _KnownChoices(Mode):
         return made
 
     def _known(self, indices: torch.Tensor, scores: torch.Size, dim: int, chosen: int) -> torch.Tensor:
-        """chosen: indices of one row of scores, whose own dim is `dim`; gone where it is one alone."""
+        """`indices`, with known numbers. scores: shape of the scores. dim: the dim of scores and indices that is chosen
+        along. chosen: how many indices of each row; for a single one the dim may be gone."""
         if not 0 < indices.numel() <= MOST_KNOWN:
             return indices
         shape = torch.empty(scores, device="meta").transpose(dim, -1).shape[:-1]

@@ -1,4 +1,4 @@
-"""Meters under a running model: operators with FLOPs and bytes, and the life of every storage."""
+"""Records what runs under a model: operators with their FLOPs and bytes, and when each storage is born and freed."""
 
 import weakref
 from collections import Counter
@@ -38,7 +38,7 @@ class Size:
 
     @property
     def fp32_bytes(self) -> float:
-        """Bytes where the compute dtype is fp32."""
+        """Number of bytes if the compute dtype is fp32."""
         return FP32_BYTES * self.elements + self.other_bytes + self.in_fp32
 
 
@@ -46,7 +46,7 @@ NOTHING = Size()
 
 
 class View(NamedTuple):
-    """A tensor as an operator saw it: which storage, which part of it."""
+    """A tensor as an operator saw it: the number of its storage, and which part of that it is."""
 
     storage: int
     shape: tuple[int, ...]
@@ -61,14 +61,14 @@ class View(NamedTuple):
 
     @property
     def in_reals(self) -> "View":
-        """The same as real numbers, in pairs if they are parts of complex ones."""
+        """The same view in real numbers; of complex ones the last dim holds pairs of them."""
         if not self.is_complex:
             return self
         return View(self.storage, (*self.shape, 2), (*(2 * s for s in self.strides), 1), 2 * self.offset)
 
 
 OwnCode = Literal["", "function", "hook"]
-"""Code of a model's own that may run in a backward; "": none."""
+"""Which code of the model's own an operator of the backward ran in; "": in none."""
 
 
 @dataclass
@@ -89,24 +89,24 @@ class Op:
     repeated: bool = True
     core: bool = False
     call: int = -1
-    """Forward only: the module call in which it ran, as ModuleCalls numbers them."""
+    """Forward only: number of the module call that it ran in, as ModuleCalls counts them."""
     within: str = ""
     kernels: float = 1.0
-    """How many operators it stands for, whose FLOPs and bytes it has."""
+    """Number of operators that this one stands for, with the FLOPs and bytes of all of them."""
     moment: int = 0
-    """Births and deaths of storages until it had run."""
+    """Length of the storages' log of births and deaths when it had run."""
     arguments: tuple[Any, ...] = field(default=(), repr=False)
-    """All but tensors, those that have a name in a call last; of torch.tensor the numbers that it is made of."""
+    """Arguments without tensors, keyword arguments last; for torch.tensor the numbers that it makes a tensor of."""
     draws: bool = False
-    """It draws random numbers."""
+    """Whether it draws random numbers."""
     own: OwnCode = ""
-    """Backward only: it ran in a function of the model's own, or in a hook on a gradient."""
+    """Backward only: whether it ran in a function of the model's own, or in a hook on a gradient."""
     dropout: bool = False
-    """It ran in one of torch's dropouts, of whose masks each rank takes its own part."""
+    """Whether it ran in one of torch's dropouts, of whose masks each rank takes its own part."""
 
 
 class Storages:
-    """Numbers storages in order of appearance (addresses are used again) and logs their birth and death."""
+    """Numbers storages in the order in which they appear (an address may be used again), and logs births and deaths."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.log: list[tuple[int, bool]] = []
@@ -118,7 +118,8 @@ class Storages:
         self._next = 0
 
     def number(self, tensor: torch.Tensor, made: bool = False) -> int:
-        """Number of the tensor's storage. made: an operator has just returned it; if new, it is logged as born."""
+        """Number of a tensor's storage. made: an operator has just returned the tensor; a new storage is then logged as
+        born."""
         storage = unwrapped(tensor).untyped_storage()
         address = storage._cdata
         number = self._numbers.get(address)
@@ -136,7 +137,7 @@ class Storages:
         return Size(num_bytes / dtype.itemsize) if dtype == self._dtype else Size(0.0, num_bytes)
 
     def size(self, *tensors: torch.Tensor) -> Size:
-        """What reading or writing tensors moves: an expanded one is no larger than its storage."""
+        """What is moved to read or write these tensors; an expanded tensor counts no more than its storage."""
         elements = other_bytes = 0.0
         for tensor in tensors:
             inner, dtype = unwrapped(tensor), tensor.dtype
@@ -148,16 +149,18 @@ class Storages:
         return Size(elements, other_bytes)
 
     def cast(self, source: torch.Tensor, made: torch.Tensor) -> None:
-        """An operator has made one from the other, in another dtype: if that is all, in fp32 both are one storage."""
+        """Note that an operator has made one tensor from the other in another dtype. If it did nothing else, both are
+        one storage in a model whose compute dtype is fp32."""
         if {source.dtype, made.dtype} == {self._dtype, torch.float32} and source.stride() == made.stride():
             self._cast_of[self.number(made)] = self.in_fp32(self.number(source))
 
     def in_fp32(self, number: int) -> int:
-        """The storage that this one is where the compute dtype is fp32."""
+        """Number of the storage that this one is the same as if the compute dtype is fp32."""
         return self._cast_of.get(number, number)
 
     def total(self, numbers: set[int], without: AbstractSet[int] = frozenset()) -> Size:
-        """All of those that were born under this log. without: left out, as is in fp32 whatever is one with them."""
+        """Total size of these storages, of those that were born under this log. without: storages that are left out; in
+        fp32 also those that are the same as one of them."""
         total = Size()
         for number in numbers - without:
             total += self.sizes.get(number, Size())
@@ -166,8 +169,8 @@ class Storages:
         return Size(total.elements, total.other_bytes, in_fp32 - total.fp32_bytes)
 
     def peak_in_fp32(self, start: int, end: int, without: set[int]) -> float:
-        """The most bytes that lived at once between two positions of the log, as `peak` counts them, if the compute
-        dtype were fp32."""
+        """The most bytes in use at once between two positions of the log, counted as in `peak`, if the compute dtype
+        were fp32."""
         living: Counter[int] = Counter()
         left_out = {self.in_fp32(number) for number in without}
         live = best = 0.0
@@ -182,7 +185,8 @@ class Storages:
         return best
 
     def peak(self, start: int, end: int, element_bytes: int, without: set[int]) -> Size:
-        """The most that lived at once between two positions of the log, counting from its very beginning."""
+        """The most memory in use at once between two positions of the log. All births since the beginning of the log
+        count, but those of storages in `without`."""
         elements = other_bytes = 0.0
         best, best_bytes = (0.0, 0.0), -1.0
         for i, (number, born) in enumerate(self.log[:end]):
@@ -196,7 +200,7 @@ class Storages:
         return Size(*best)
 
     def end(self) -> None:
-        """Log no more births and deaths."""
+        """Stop to log births and deaths."""
         self._living.clear()
 
     def _died(self, number: int, address: int, storage: object) -> None:
@@ -206,8 +210,8 @@ class Storages:
 
 
 class Recorder(Mode):
-    """Writes down every operator while `active`; while `muted` only the storages that it makes. kind: of all operators
-    that come, if not as their names say."""
+    """Writes down every operator while `active`; while `muted` only the storages that operators make. kind: the kind to
+    give to all operators; None: as their names say."""
 
     def __init__(self, storages: Storages, module: Callable[[], str]) -> None:
         super().__init__()
@@ -215,7 +219,7 @@ class Recorder(Mode):
         self.backward = False
         self.muted = False
         self.own: OwnCode = ""
-        """In which code of the model's own the backward is."""
+        """The kind of the model's own code in which the backward is now."""
         self.kind: OpKind | None = None
         self.ops: list[Op] = []
         self.storages = storages
@@ -255,7 +259,7 @@ class Recorder(Mode):
         return out
 
     def end(self) -> None:
-        """No operator comes any more."""
+        """Drop the function that names modules: no operator comes any more."""
         self._module = str
 
     def _moved(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Size:
@@ -265,7 +269,7 @@ class Recorder(Mode):
 
 
 def _written_out(tensor: torch.Tensor) -> tuple[float, ...]:
-    """The numbers of a tensor that torch.tensor has just made of some; none where they are not known."""
+    """The numbers of a tensor that torch.tensor has just made; () if they are not known."""
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return ()
     with _disable_current_modes():

@@ -1,4 +1,4 @@
-"""What runs in a backward and is not torch's: functions of the model's own, and hooks that it puts on gradients."""
+"""The model's own code in a backward: functions written in Python, and hooks on gradients."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +17,8 @@ _HERE = __name__.partition(".")[0]
 
 
 def has_own_backward(outputs: Sequence[torch.Tensor]) -> bool:
-    """Whether a backward from these goes through a function that is written in Python, of this package left aside: one
-    of the model's own, or of torch's that may have some inside (reentrant checkpoints)."""
+    """Whether a backward from these outputs runs a function written in Python, other than ours: one of the model's own,
+    or one of torch's that may call such functions (reentrant checkpoints)."""
     nodes, seen = [output.grad_fn for output in outputs], set[Any]()
     while nodes:
         node = nodes.pop()
@@ -33,8 +33,8 @@ def has_own_backward(outputs: Sequence[torch.Tensor]) -> bool:
 
 @contextmanager
 def recorded_as_own(recorder: Recorder) -> Iterator[None]:
-    """Operators of such functions and hooks are written down as the model's own meanwhile: those of hooks on a module's
-    backward as a function's, for they, too, are given gradients that nobody follows."""
+    """While it lasts, operators of such functions and hooks are recorded as the model's own. Hooks on a module's
+    backward count as functions, for they, too, are given gradients that nobody follows."""
     run, register, begin = BackwardCFunction.apply, torch.Tensor.register_hook, BackwardHook.__init__
 
     def own(code: OwnCode, function: Callable[..., Any], *args: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Which parameters a forward reads: ranks that read others, by what their routers choose, reduce other gradients."""
+"""Which parameters a forward reads. Ranks whose routers choose so that they read others would reduce other
+gradients."""
 
 import torch
 

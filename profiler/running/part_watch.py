@@ -12,16 +12,16 @@ from .meters import Op, Size, Storages
 PeakOf = Callable[[int, int], Size]
 
 Key = tuple[tuple[int, ...], tuple[int, ...]]
-"""Parts inside of which a tensor is saved, and parts that are given it."""
+"""(parts inside of which a tensor is saved, parts that are given it), each by number."""
 
 _NARROW = 2
-"""Bytes of an element where sizes are compared."""
+"""Bytes of an element in comparisons of size."""
 
 
 @dataclass
 class _Call:
-    """One call of a module: after how many operators it began and last saved a tensor; outer: the call around it;
-    moments: births and deaths of storages until then, both times."""
+    """One call of a module. outer: number of the call around it. begin, saved_after: numbers of operators that had run
+    when it began, and when it last saved a tensor; moments: lengths of the storages' log at these two times."""
 
     name: str
     outer: int
@@ -42,7 +42,7 @@ class ModuleCalls:
 
     storages: Storages
     left_out: AbstractSet[int] = frozenset()
-    """Storages that count elsewhere: of parameters, of what arrives in the layer and of what leaves it."""
+    """Storages that count elsewhere: those of parameters, and of tensors that arrive in the layer or leave it."""
     returned: AbstractSet[int] = frozenset()
     arrived: AbstractSet[int] = frozenset()
     _calls: list[_Call] = field(default_factory=list)
@@ -56,17 +56,17 @@ class ModuleCalls:
         return self._running[-1] if self._running else -1
 
     def begin(self, name: str, given: set[int], num_ops: int) -> None:
-        """A module is called with tensors of these storages."""
+        """Note that a module is called with tensors of these storages."""
         moment = len(self.storages.log)
         self._calls.append(_Call(name, self.innermost, num_ops, given, (moment, moment)))
         self._running.append(len(self._calls) - 1)
 
     def end(self) -> None:
-        """It returns."""
+        """Note that the running module has returned."""
         self._running.pop()
 
     def save(self, storage: int, num_ops: int) -> None:
-        """Autograd keeps a tensor for the backward."""
+        """Note that autograd saves a tensor of this storage for backward."""
         self._saved.append((storage, self.innermost))
         for call in self._running:
             item = self._calls[call]
@@ -91,7 +91,8 @@ class ModuleCalls:
         return tuple(name for name in able if name in most)
 
     def _is_able(self, index: int, ops: Sequence[Op]) -> bool:
-        """Whether a module finds what it was given, when it runs again: nothing writes into it, then or later."""
+        """Whether a module would find its inputs unchanged if it ran again: nothing writes into them, then or later.
+        Its name must also be fit to be written in a plan."""
         call = self._calls[index]
         if not call.name or "+" in call.name or any(letter.isspace() for letter in call.name):
             return False
@@ -103,8 +104,9 @@ class ModuleCalls:
         return any(call.name == part and call.given & self.arrived for call in self._calls)
 
     def sizes(self, parts: tuple[str, ...]) -> dict[Key, Size]:
-        """Bytes of the layer's tensors that parts save or are given, by which; without those that are kept whatever is
-        recomputed. With some parts recomputed, those are kept that are given to one, or saved in another."""
+        """(parts that save a tensor, parts that are given it) -> bytes of all such tensors, without those that are kept
+        whatever is recomputed. If some parts are recomputed, a tensor is kept if one of these is given it, or if
+        another part saves it."""
         place = self._place_of_calls(parts)
         given: dict[int, set[int]] = defaultdict(set)
         saved: dict[int, set[int]] = defaultdict(set)
@@ -149,7 +151,7 @@ class ModuleCalls:
             ends[number], end = end, starts[number]
         sizes = self.sizes(parts)
         for number in range(len(parts), -1, -1):
-            if number not in starts:  # none begins then
+            if number not in starts:  # no part begins then
                 found.append(found[-1] if found else Size())
                 continue
             most = peak_of(starts[number], ends[number])
@@ -162,8 +164,9 @@ class ModuleCalls:
         return found[::-1]
 
     def within(self, call: int, after: int, parts: tuple[str, ...], last: bool = False) -> str:
-        """The part in which something ran after so many operators, if that part runs it again: nothing after the last
-        tensor that it saves. call: the module that ran then. last: also that which comes with this tensor."""
+        """The part that runs an operator again; "" if none does: a part stops after the last tensor that it saves.
+        call: number of the module call in which the operator ran. after: number of operators before it. last: whether
+        that which comes with this last tensor counts, too."""
         place = self._place_of_calls(parts)[call]
         if place < 0:
             return ""
@@ -171,7 +174,8 @@ class ModuleCalls:
         return parts[place] if after < saved_after + last else ""
 
     def _place_of_calls(self, parts: tuple[str, ...]) -> list[int]:
-        """[call, and last that of no module] -> the part in which it is, by index; -1 for none."""
+        """[number of a call] -> number of the part that it is in, -1 for none; a last entry of -1 stands for "in no
+        call"."""
         if parts in self._places:
             return self._places[parts]
         places: list[int] = []

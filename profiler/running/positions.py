@@ -1,4 +1,4 @@
-"""Looks up positions in learned tables with real numbers, which fake tensors do not have: where does a table end?"""
+"""Where learned tables of positions end, by looking positions up with real numbers, which fake tensors do not have."""
 
 from typing import Any
 
@@ -66,13 +66,13 @@ def _is_small_integer(tensor: Any) -> bool:
 
 
 def _follows(func: Any) -> bool:
-    """Whether its result follows from what it is given."""
+    """Whether an operator's result follows from its arguments: it neither draws nor leaves memory as it is."""
     return torch.Tag.nondeterministic_seeded not in func.tags and "empty" not in func._overloadpacket.__name__
 
 
 def longest(at: dict[str, tuple[int, int]], tokens: int, before: dict[str, tuple[int, int]], fewer: int) -> int | None:
-    """Tokens per sample that all tables have a row for; None if none is read by position. at: what was furthest with
-    so many tokens; before: with fewer."""
+    """Most tokens per sample for which every table has a row; None if no table is read by position. at: what was read
+    with `tokens` tokens; before: with `fewer`."""
     found = []
     for name, (rows, highest) in at.items():
         _, lower = before.get(name, (rows, highest))

@@ -13,8 +13,8 @@ import torch
 
 
 class PutOff:
-    """The operators of one layer that wait for their weights. outputs: what the backward begins at; inputs: leaves that
-    stand for what comes from other layers; weights: parameters.
+    """The operators of one layer whose gradients of weights are put off. outputs: tensors that the backward begins at;
+    inputs: leaves in place of what comes from other layers; weights: parameters.
 
     note: called in the backward with each gradient that waits.
     """
@@ -40,8 +40,8 @@ class PutOff:
         self._handles = [node.register_prehook(self._wait) for node in waiting]
 
     def spent(self, savers: Collection[int]) -> bool:
-        """Whether what these operators have saved (by their numbers in autograd's sequence) is gone once the gradients
-        of inputs are there."""
+        """Whether a tensor saved by these nodes (their numbers in autograd's sequence) is freed once the gradients of
+        inputs are there."""
         return bool(savers) and self._spent.issuperset(savers)
 
     def end(self) -> None:
@@ -61,7 +61,7 @@ def _next(node: Any) -> list[Any]:
 
 
 def _from_last_to_first(nodes: Sequence[Any]) -> list[Any]:
-    """These nodes of autograd's graph and all that they lead to, each after those that lead to it."""
+    """These nodes of autograd's graph and all nodes after them, each behind all those that lead to it."""
     order: list[Any] = []
     seen = set(nodes)
     stack = [(node, iter(_next(node))) for node in nodes]
@@ -78,7 +78,7 @@ def _from_last_to_first(nodes: Sequence[Any]) -> list[Any]:
 
 
 def _reaching(nodes: Sequence[Any], leaves: Collection[int]) -> set[Any]:
-    """Of nodes in such an order those that lead to one of these leaves, by identity."""
+    """The nodes that lead to one of these leaves. nodes: in the order of `_from_last_to_first`; leaves: by id."""
     found: set[Any] = set()
     for node in reversed(nodes):
         if id(getattr(node, "variable", None)) in leaves or any(next_ in found for next_ in _next(node)):

@@ -1,4 +1,4 @@
-"""What a model repeats in its backward by calling torch.utils.checkpoint itself, seen from outside."""
+"""Sees which forwards a model repeats in backward by calling torch.utils.checkpoint itself."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,8 +12,8 @@ from torch.utils import checkpoint
 
 @contextmanager
 def repeating_under(mode: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Meanwhile forwards that are repeated are so under a mode for torch's functions, as they first ran: an outer mode
-    is not there in backward."""
+    """While it lasts, forwards that checkpoint repeats in backward run under a mode of their own for torch's functions,
+    because outer modes are not active in backward."""
 
     def again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch._C._len_torch_function_stack():
@@ -27,8 +27,8 @@ def repeating_under(mode: Callable[[], AbstractContextManager[Any]]) -> Iterator
 
 @contextmanager
 def repeating_as(again: Callable[[Callable[..., Any], Any], Callable[..., Any]]) -> Iterator[None]:
-    """Meanwhile what is repeated is what `again` makes of a forward and of (args, kwargs) that it is first given, which
-    torch's options come before."""
+    """While it lasts, checkpoint repeats again(forward, (args, kwargs)) instead of the forward. args begin with torch's
+    own options."""
 
     def made(original: Callable[..., Iterator[None]], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(again(function, (args, kwargs)), *args, **kwargs)
@@ -38,15 +38,15 @@ def repeating_as(again: Callable[[Callable[..., Any], Any], Callable[..., Any]])
 
 
 def _own_metadata(x: torch.Tensor) -> dict[str, Any]:
-    """What a tensor that is computed again is compared by, whatever modes say of its shape meanwhile."""
+    """What checkpoint compares of a tensor that is computed again, without what modes say of its shape."""
     with torch._C.DisableTorchFunction():
         return checkpoint._default_meta_extractor(x)
 
 
 @contextmanager
 def noting_repeated(begins: Callable[[bool], None], ends: Callable[[], None]) -> Iterator[None]:
-    """Meanwhile it is told where a forward begins that backward will repeat, whether in contexts of its own
-    (context_fn, as selective checkpoints are), and where it ends."""
+    """While it lasts, begins(has_context) is called when a forward begins that checkpoint will repeat, and ends() when
+    it ends. has_context: whether the checkpoint was given a context_fn, as selective ones are."""
 
     def made(
         original: Callable[..., Iterator[None]],
@@ -65,6 +65,7 @@ def noting_repeated(begins: Callable[[bool], None], ends: Callable[[], None]) ->
 
 
 def _around(made: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Every checkpoint that is not reentrant goes through one function of torch's, by whatever name it was imported."""
+    """Put `made` around every checkpoint that is not reentrant: all of them call one function of torch's, by whatever
+    name they were imported."""
     original = checkpoint._checkpoint_without_reentrant_generator
     return patch.object(checkpoint, "_checkpoint_without_reentrant_generator", partial(made, original))

@@ -1,4 +1,4 @@
-"""What a run produced, as specs from which tensors like its own can be made."""
+"""Shapes of what a run produced, from which similar tensors can be made."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,9 +20,9 @@ class TensorSpec:
     dtype: torch.dtype
     requires_grad: bool
     strides: tuple[int, ...] = ()
-    """Of a tensor without gaps or overlaps; () for others, which are made anew without."""
+    """Strides of a tensor without gaps or overlaps; () for others, which are made anew with the usual ones."""
     numbers: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    """Of a real tensor (see real_model); None for fake ones."""
+    """The numbers of a real tensor (see real_model); None for fake ones."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorSpec":
@@ -43,7 +43,8 @@ class TensorSpec:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
 
     def one_more(self, less: "TensorSpec") -> "TensorSpec":
-        """At one sample more; less: at one fewer. Every dim grows evenly, and their order in memory stays."""
+        """The spec at one more sample. less: the spec at one sample fewer. Every dim grows by the same number each
+        time, and the order of dims in memory stays."""
         shape = tuple(2 * size - before for size, before in zip(self.shape, less.shape, strict=True))
         strides = [0] * len(self.strides)
         expected = 1
@@ -58,7 +59,7 @@ class TensorSpec:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill one piece of memory, each once, in whatever order of dims."""
+    """Whether the elements of a tensor fill one piece of memory, each place once, in any order of dims."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -81,11 +82,11 @@ class OutputSpec:
         return cls(tuple(TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in leaves), tree)
 
     def is_like(self, other: "OutputSpec") -> bool:
-        """Whether tensors stand in the same places, of as many dims each."""
+        """Whether both have tensors in the same places, with the same numbers of dims."""
         return self.tree == other.tree and _dims(self.leaves) == _dims(other.leaves)
 
     def one_more(self, less: "OutputSpec") -> "OutputSpec":
-        """At one sample more; less: at one fewer."""
+        """The spec at one more sample. less: the spec at one sample fewer."""
         pairs = zip(self.leaves, less.leaves, strict=True)
         leaves = (x.one_more(before) if isinstance(x, TensorSpec) else x for x, before in pairs)
         return OutputSpec(tuple(leaves), self.tree)
@@ -106,27 +107,28 @@ class Shapes:
     outputs: dict[tuple[str, int], OutputSpec] = field(default_factory=dict)
     tensors: dict[Producer, TensorSpec] = field(default_factory=dict)
     refused: bool = False
-    """Whether something in the model refuses a batch like this one (see as_on_gpu)."""
+    """Whether a module refuses a batch of this size (see as_on_gpu)."""
     furthest: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Of tables that are read by position: rows, and the highest that is read (see positions)."""
+    """Table read by position -> (its rows, the highest row that is read); see positions."""
     _stand_ins: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     def is_like(self, other: "Shapes") -> bool:
-        """Whether both runs made the same tensors, of as many dims each."""
+        """Whether both runs made the same tensors, with the same numbers of dims."""
         if self.outputs.keys() != other.outputs.keys() or self.tensors.keys() != other.tensors.keys():
             return False
         alike = all(len(spec.shape) == len(other.tensors[key].shape) for key, spec in self.tensors.items())
         return alike and all(output.is_like(other.outputs[key]) for key, output in self.outputs.items())
 
     def one_more(self, less: "Shapes") -> "Shapes":
-        """What a run with one sample more would produce, from this one and one with one fewer; for fake tensors."""
+        """What a run with one more sample would produce, from this run and one with one sample fewer; for fake
+        tensors."""
         return Shapes(
             outputs={key: output.one_more(less.outputs[key]) for key, output in self.outputs.items()},
             tensors={key: spec.one_more(less.tensors[key]) for key, spec in self.tensors.items()},
         )
 
     def stand_in(self, name: str, call: int) -> Any:
-        """What may pass for the output of a layer module that does not run: always the same one, to save time."""
+        """Stands in for the output of a layer module that does not run. It is made once, to save time."""
         if (name, call) not in self._stand_ins:
             self._stand_ins[name, call] = self.outputs[name, call].empty()
         return self._stand_ins[name, call]

@@ -1,5 +1,5 @@
-"""What several layers change beside the activations in one forward: counters of their files and classes, objects that
-they hold in common, sources of random numbers. A stage with some of the layers would not see what the others do."""
+"""What several layers change in one forward besides the activations: counters of their files and classes, objects that
+they share, sources of random numbers. A stage with only some of these layers would not see what the others change."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
@@ -20,8 +20,8 @@ _NONE = frozenset[str]()
 
 
 class SharedState:
-    """What more than one of some modules reach, and which of them change it. Tensors that are put somewhere do not
-    count: it is seen who reads them."""
+    """Follows what several modules can reach and change, and notes which of them do. Tensors that a module keeps are
+    left out, for it is seen elsewhere who reads them."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
@@ -34,7 +34,7 @@ class SharedState:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """While the modules run."""
+        """While it lasts, changes by the modules are noted."""
         handles: list[RemovableHandle] = []
         for name, module in self._modules.items():
             begun: list[dict[Any, Any]] = []
@@ -47,7 +47,7 @@ class SharedState:
                 handle.remove()
 
     def changed(self) -> dict[str, list[str]]:
-        """What was changed by more than one of the modules, in words -> those, in the order in which they ran."""
+        """What several modules have changed, in words -> these modules, in the order in which they ran."""
         return {self._places[key][0]: list(names) for key, names in self._changers.items() if len(names) > 1}
 
     def _begins(self, begun: list[dict[Any, Any]], module: nn.Module, args: Any) -> None:
@@ -60,7 +60,7 @@ class SharedState:
 
 
 def _shareable(reached: Reached) -> dict[Any, tuple[str, Changeable]]:
-    """By what it is: in words, and how to see that it changes."""
+    """Key of a thing that modules may share -> (the thing in words, how to see that it has changed)."""
     found: dict[Any, tuple[str, Changeable]] = {}
     for held, apart in reached.dicts:
         found[id(held)] = _HELD, _compared(partial(_entries, held, apart))
@@ -72,7 +72,7 @@ def _shareable(reached: Reached) -> dict[Any, tuple[str, Changeable]]:
     for holder in reached.holders:
         is_list = isinstance(holder, list | deque)
         found[id(holder)] = _HELD, _compared(partial(_items, holder)) if is_list else place_of(holder)
-    for iterator in reached.iterators:  # of which nobody sees how much was taken
+    for iterator in reached.iterators:  # how much was taken from one cannot be seen
         found[id(iterator)] = ITERATOR, Changeable(lambda: None, lambda _: True, lambda _: None)
     for number, tensor in reached.tensors.items():
         found[number] = "a tensor that both hold", _compared(partial(_version, tensor))

@@ -1,5 +1,5 @@
-"""Models that go through a sequence token by token (scans without a fused kernel): how they are told, and what makes
-their operators, as many as there are tokens, one row each."""
+"""Models that run through a sequence token by token (scans without a fused kernel): how they are found; and profiles of
+them, with one row for operators that run as often as there are tokens."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -17,21 +17,22 @@ from .gpu_kernel_emulation import Mode
 
 _FEWEST_TOKENS, _MOST_TOKENS = 8, 32
 _FULL_PIECES = (128, 512)
-"""Tokens in two pieces of a scan or more: the first of these from which on more tokens are as many more operators.
-Runs are of twice as many and more: with fewer, what is as large as weights is larger than what grows with tokens."""
+"""Lengths that are tried to find a scan in pieces: two pieces or more fit into the first length from which on more
+tokens mean more operators in proportion. Runs then have twice as many tokens or more: with fewer, tensors as large as
+weights would outweigh those that grow with tokens."""
 
 _MOST_OPERATORS = 10_000
-"""Of one forward: what a second or two go through."""
+"""Most operators of one forward: it takes a second or two."""
 
 FEWEST_OPERATORS, OPERATORS_OF_LOOPS = 256, 2048
-"""Operators of one module, or calls of it, before it is asked whether they are as many as there are tokens; and by
-which it is asked in any case, as of a long sequence in pieces."""
+"""FEWEST_OPERATORS: with fewer operators in a module, or calls of it, it is not asked whether their number grows with
+the tokens. OPERATORS_OF_LOOPS: with so many it is always asked, as for a long sequence in pieces."""
 
 
 @dataclass(frozen=True)
 class FewTokens:
-    """tokens: per sample, of the longest of three runs from which longer samples follow. shorter: of the other two.
-    note: how the model goes through its sequence, in words."""
+    """Lengths of three runs from which costs of longer samples follow. tokens: per sample in the longest run. shorter:
+    in the other two. note: how the model goes through its sequence, in words."""
 
     tokens: int
     shorter: tuple[int, int]
@@ -39,7 +40,8 @@ class FewTokens:
 
     @classmethod
     def of(cls, tokens: int, how: str, each: str) -> "FewTokens":
-        """Runs of so many, three quarters and half: what is largest in the shortest is to be so in the longest."""
+        """Runs with so many tokens, three quarters and half of them: close enough that what is largest in the shortest
+        run is largest in the longest."""
         note = (
             f"goes through a sequence {how}, in kernels for each {each}: a fused scan (as mamba-ssm and "
             "flash-linear-attention have them) would be faster than the plan says"
@@ -48,10 +50,9 @@ class FewTokens:
 
 
 def few_tokens(loaded: LoadedModel, knows_layout: bool = False, module: str = "") -> FewTokens | None:
-    """As many tokens as a short forward goes through; a peak follows if what is largest then is so in longer samples.
-    None if the forward does not run operators for each token, or each piece of so many. module: the one that is looked
-    at, with others of its type taken to be like it; '': all.
-    """
+    """Lengths for runs with few tokens, if the forward runs operators for each token, or for each piece of so many;
+    else None. They are as long as a short forward allows: a peak at other lengths follows only if the same tensors make
+    it. module: name of the module that is counted, and taken to stand for all of its type; '': all modules."""
     counting = _Counting(fake_model(loaded, torch.bfloat16, knows_layout), module)
     try:
         for_each = counting.for_each_token(_FEWEST_TOKENS // 2)
@@ -68,7 +69,7 @@ def few_tokens(loaded: LoadedModel, knows_layout: bool = False, module: str = ""
 
 
 class _Counting:
-    """Counts operators of a forward: of one module, times the modules of its type, or of all."""
+    """Counts the operators of a forward: of one module, times the number of modules of its type, or of all."""
 
     def __init__(self, fake: FakeModel, module: str) -> None:
         self._fake = fake
@@ -77,7 +78,7 @@ class _Counting:
         self._known: dict[int, int] = {}
 
     def for_each_token(self, length: int) -> float:
-        """Operators that each token more of a sample of this length brings, up to twice the length."""
+        """Number of operators that one more token brings, on average from this length to twice as many."""
         if length < self._fake.loaded.fewest_tokens:
             return 0.0
         return self._times * (self._at(2 * length) - self._at(length)) / length
@@ -92,7 +93,8 @@ class _Counting:
 
     @contextmanager
     def _counted_alone(self, counter: "_Counter") -> Iterator[None]:
-        """The first call of the module is what is counted, if not all is; the forward ends with it."""
+        """While it lasts, only the first call of the module is counted, and ends the forward; if no module was named,
+        everything is counted."""
         if self._module is None:
             yield
             return
@@ -112,7 +114,7 @@ class _Counting:
 
 
 class _Counted(BaseException):
-    """The rest of the forward need not run. Not an Exception, so that no model catches it."""
+    """Ends a forward when the counted call has returned. It is not an Exception, so that no model catches it."""
 
 
 class _Counter(Mode):
@@ -128,7 +130,8 @@ class _Counter(Mode):
 
 
 def merged(profile: ModelProfile) -> ModelProfile:
-    """The profile, and those at other lengths, with one row for operators of a module that are more for more tokens."""
+    """The profile, also at its other lengths, with one row in place of operators that a module runs more often for more
+    tokens."""
     runs = (profile, *profile.other_lengths)
     classes = [_merged_classes(same) for same in zip(*(run.classes for run in runs), strict=True)]
     by_run = zip(runs, zip(*classes, strict=True), strict=True)
@@ -137,7 +140,7 @@ def merged(profile: ModelProfile) -> ModelProfile:
 
 
 def _merged_classes(same: Sequence[LayerClass]) -> list[LayerClass]:
-    """[run] -> the class as it is seen at that length."""
+    """[run] -> the class of layers in that run, with such operators merged."""
     found: list[dict[str, Any]] = [{} for _ in same]
     for name in ("whole", "tensor", "sequence"):
         for update, costs in zip(found, _merged_costs([getattr(each, name) for each in same]), strict=True):
@@ -150,7 +153,7 @@ def _merged_classes(same: Sequence[LayerClass]) -> list[LayerClass]:
 
 
 def _merged_costs(same: Sequence[Costs | None]) -> list[Costs | None]:
-    """[run] -> the costs; None where one run has none."""
+    """[run] -> the costs in that run, with such operators merged; as they are if a run has none."""
     known = [costs for costs in same if costs is not None]
     counts = [Counter(map(_alike, costs.operators)) for costs in known]
     keys = {key for count in counts for key in count if any(count[key] != other[key] for other in counts)}
@@ -167,7 +170,7 @@ def _alike(op: OpProfile) -> _Key:
 
 
 def _rows(operators: Sequence[OpProfile], merges: Collection[_Key]) -> Iterator[OpProfile]:
-    """The operators in order, those of a key that merges as one, where the first of them is."""
+    """The operators in order; those with a key in `merges` become one, where the first of them is."""
     of_key: dict[_Key, list[OpProfile]] = defaultdict(list)
     for op in operators:
         of_key[_alike(op)].append(op)

@@ -1,4 +1,4 @@
-"""Distributions (torch.distributions) where tensors have no numbers of their own."""
+"""torch.distributions on tensors that have no numbers of their own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch.distributions import Distribution
 
 @contextmanager
 def unvalidated() -> Iterator[None]:
-    """Meanwhile distributions look at no number of what they are given, unless they are told to: the only thing that
-    comes of looking is an error, which fake tensors and placeholders of other stages would always make."""
+    """While it lasts, distributions do not check the numbers that they are given, unless they are told to. Such a check
+    can only raise an error, and would always do so for fake tensors and for placeholders of other stages."""
     with patch.object(Distribution, "_validate_args", False):
         yield

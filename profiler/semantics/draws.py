@@ -11,18 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
-"""torch's functions that drop elements, or whole features, whose masks are drawn by the sample under a plan."""
+"""torch's functions that drop elements or whole features; under a plan their masks are drawn sample by sample."""
 
 _NOTHING_DROPPED = ("native_dropout", "_fused_dropout")
 _IN_ORDER = ("randperm",)
 _COMPUTES = ("rrelu", "_cudnn_rnn", "miopen_rnn", "_flash_attention", "_efficient_attention")
-"""What operators are called that return no draws, but what they make of some: by their first letters."""
+"""First letters of the names of operators that do not return random numbers themselves, but results made with some."""
 _DRAWN = 0.5
 
 
 class SameDraws(TorchDispatchMode):
-    """While it lasts, whatever draws random numbers gets one number for all: two runs that split a batch differently
-    draw differently, however they are seeded. drew: whether anything has."""
+    """While it lasts, every draw of random numbers gives one and the same number. Two runs that split a batch
+    differently could not be compared otherwise, however they are seeded. drew: whether there was a draw."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ class SameDraws(TorchDispatchMode):
 
 
 class SameChoices(TorchDispatchMode):
-    """While it lasts, draws of one number alone, by which a step leaves out a layer, are the same in every run, however
-    much was drawn before them."""
+    """While it lasts, draws of a single number, which may decide whether a layer is left out, give the same in every
+    run, whatever was drawn before."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -64,8 +64,8 @@ def draws(func: Any) -> bool:
 
 
 def _without_chance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name with which an operator draws what it would on average: it drops nothing, and takes slopes from
-    the middle of their range."""
+    """The arguments of an operator, by name, with which it does what it does on average: it drops nothing, and takes
+    slopes from the middle of their range."""
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     given = {argument.name: named.get(argument.name, argument.default_value) for argument in func._schema.arguments}
     given |= {name: 0.0 for name in ("dropout", "dropout_p") if name in given}
@@ -96,7 +96,7 @@ def seed_dice(number: int) -> None:
 
 @contextmanager
 def dice_apart() -> Iterator[None]:
-    """What is drawn from Python and numpy meanwhile changes nothing for what is drawn afterwards."""
+    """While it lasts, draws from Python and numpy do not change what is drawn from them afterwards."""
     before = dice()
     try:
         yield
@@ -106,7 +106,7 @@ def dice_apart() -> Iterator[None]:
 
 @contextmanager
 def seeded_dice(number: int) -> Iterator[None]:
-    """What is drawn from Python and numpy meanwhile begins from a number, and changes nothing for what is drawn
+    """While it lasts, draws from Python and numpy begin from `number`; they do not change what is drawn from them
     afterwards."""
     with dice_apart():
         seed_dice(number)

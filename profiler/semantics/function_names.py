@@ -1,4 +1,4 @@
-"""Torch functions by their names, for what follows tensors through them."""
+"""Names of torch functions, for modes that follow tensors through them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,4 +34,4 @@ UNCONCERNED = frozenset(
      "untyped_storage", "retain_grad", "_is_view", "is_inference", "is_tensor", "is_signed", "record_stream", "is_conj",
      "is_neg", "_is_zerotensor", "_typed_storage", "data_ptr", "stride", "storage_offset")
 )  # fmt: skip
-"""Functions that say, or do, the same whether all of a dim is here or a part of it."""
+"""Functions that return, or do, the same whether all of a dim is here or a part of it."""

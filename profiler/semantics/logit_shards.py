@@ -36,11 +36,11 @@ class Ranks(Protocol):
         ...
 
     def max_(self, x: torch.Tensor) -> None:
-        """Put the largest over all ranks into x."""
+        """Replace x by the maximum over all ranks, in place."""
         ...
 
     def sum_(self, x: torch.Tensor) -> None:
-        """Put the sum over all ranks into x."""
+        """Replace x by the sum over all ranks, in place."""
         ...
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -48,13 +48,13 @@ class Ranks(Protocol):
         ...
 
     def working(self) -> AbstractContextManager[Any]:
-        """Around the operators of the loss."""
+        """A context in which the operators of the loss run."""
         ...
 
 
 @dataclass(frozen=True)
 class _Classes:
-    """Along which dim of a tensor the classes are, and who has the others."""
+    """The dim of a tensor that holds classes, and the ranks that hold the others."""
 
     dim: int
     ranks: Ranks
@@ -71,7 +71,7 @@ class LogitShards(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run `func` on what is here, if that says the same; else on the logits of all ranks."""
+        """Run `func` on this rank's classes, if the result is the same; else on the logits of all ranks."""
         return _followed(func, args, kwargs or {})
 
 
@@ -81,12 +81,12 @@ def shard_logits(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def as_before(made: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`made`, which is x to whoever reads it, known as what x was."""
+    """`made`, with the mark of x if x holds some of the classes: whoever reads x gets `made` instead."""
     return _marked(made, x.__dict__[_CLASSES]) if isinstance(x, LogitShards) else made
 
 
 def with_all_classes(x: torch.Tensor, shape: torch.Size) -> torch.Size:
-    """The shape that a tensor has with the classes of all ranks. shape: its own."""
+    """The shape of a tensor as if it held the classes of all ranks. shape: that of the part that is here."""
     if not isinstance(x, LogitShards):
         return shape
     classes: _Classes = x.__dict__[_CLASSES]
@@ -97,7 +97,7 @@ def with_all_classes(x: torch.Tensor, shape: torch.Size) -> torch.Size:
 
 @cache
 def _class_of(kind: type[torch.Tensor]) -> type[torch.Tensor]:
-    """What a tensor of this class becomes: fake tensors stay such, too."""
+    """The class of marked tensors for tensors of this kind; fake tensors stay fake."""
     if kind is torch.Tensor:
         return LogitShards
     return cast(type[torch.Tensor], type(f"{kind.__name__}LogitShards", (LogitShards, kind), {}))
@@ -111,13 +111,13 @@ def _marked(x: torch.Tensor, classes: _Classes) -> torch.Tensor:
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
-    """What is here, as an ordinary tensor."""
+    """The part that is here, as an ordinary tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return x.view_as(x)
 
 
 def _whole(leaf: Any) -> Any:
-    """Logits with all classes, gathered once; anything else as it is."""
+    """Logits with all classes, gathered only once; anything else as it is."""
     if not isinstance(leaf, LogitShards):
         return leaf
     key = torch.is_grad_enabled()
@@ -156,7 +156,7 @@ def _followed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _run_here(
     func: Callable[..., Any], name: str, x: torch.Tensor, dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The function's result on this rank's classes; sizes that it is given count all of them."""
+    """The result of a function on this rank's classes. Sizes among its arguments count the classes of all ranks."""
     classes: _Classes = x.__dict__[_CLASSES]
     if name in _VIEWS:
         sizes = _sizes(name, with_all_classes(x, x.shape), args, kwargs)
@@ -170,7 +170,7 @@ def _run_here(
 def _dim_after(
     func: Callable[..., Any], name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int | None:
-    """Where the classes are after a function that treats all of them alike; None: it may not."""
+    """The dim that holds the classes after a function that treats all classes alike; None if it may not."""
     dim = x.__dict__[_CLASSES].dim
     if name in _VIEWS:
         given = args[1] if len(args) > 1 else None
@@ -182,7 +182,7 @@ def _dim_after(
         probe = torch.empty([2 if d == dim else 1 for d in range(x.ndim)], device="meta")
         return list(func(probe, *args[1:], **kwargs).shape).index(2)
     if name == "__getitem__":
-        return _dim_behind_index(x, dim, args[1])
+        return _dim_after_index(x, dim, args[1])
     if name.removeprefix("__i").removeprefix("__r").strip("_") in _ONE_BY_ONE:
         others = [leaf for leaf in (*args[1:], *kwargs.values()) if isinstance(leaf, torch.Tensor)]
         return None if any(other.ndim or other.requires_grad for other in others) else dim
@@ -190,7 +190,7 @@ def _dim_after(
 
 
 def _sizes(name: str, shape: torch.Size, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """Sizes that a view gives the whole shape."""
+    """The sizes that a view gives the tensor with all classes."""
     if name == "flatten":
         start = (args[1] if len(args) > 1 else kwargs.get("start_dim", 0)) % len(shape)
         end = (args[2] if len(args) > 2 else kwargs.get("end_dim", -1)) % len(shape)
@@ -204,7 +204,7 @@ def _sizes(name: str, shape: torch.Size, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _dim_in_view(shape: torch.Size, dim: int, sizes: list[int]) -> int | None:
-    """The dim of a view that is this one, and no other beside it."""
+    """The dim of a view that holds dim `dim` of a tensor alone; None if it is joined with others or divided."""
     ahead = shape[:dim].numel()
     for place, size in enumerate(sizes):
         if torch.Size(sizes[:place]).numel() == ahead and size == shape[dim]:
@@ -212,8 +212,8 @@ def _dim_in_view(shape: torch.Size, dim: int, sizes: list[int]) -> int | None:
     return None
 
 
-def _dim_behind_index(x: torch.Tensor, dim: int, index: Any) -> int | None:
-    """Where a dim of x is in x[index], if the index leaves it whole."""
+def _dim_after_index(x: torch.Tensor, dim: int, index: Any) -> int | None:
+    """The dim of x[index] that was dim `dim` of x, if the index takes all of that dim; else None."""
     items = list(index) if isinstance(index, tuple) else [index]
     taken = [_dims_taken(item) for item in items]
     if None in taken or sum(isinstance(item, torch.Tensor) for item in items) > 1:
@@ -232,7 +232,7 @@ def _dim_behind_index(x: torch.Tensor, dim: int, index: Any) -> int | None:
 
 
 def _dims_taken(item: Any) -> int | None:
-    """How many dims one item of an index stands for; None: an unusual one."""
+    """How many dims of a tensor one item of an index takes up; None for unusual items."""
     if item is None or item is Ellipsis:
         return 0
     if isinstance(item, torch.Tensor):
@@ -265,7 +265,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """F.cross_entropy; None if it is one that shards are not enough for."""
+    """F.cross_entropy; None if its arguments are such that shards are not enough."""
     classes: _Classes = x.__dict__[_CLASSES]
     plain = _plain(x)
     known = weight is None and size_average is None and reduce is None and not target.is_floating_point()
@@ -340,14 +340,14 @@ def check_range(numbers: torch.Tensor, ignored: int | None, size: int, what: str
 
 
 def _own_classes(x: torch.Tensor, target: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
-    """(places of the targets among this rank's classes, as a column; which targets are not among them)."""
+    """(place of each target among this rank's classes, as a column; whether it is not among them)."""
     own = target - ranks.rank * x.shape[1]
     elsewhere = (own < 0) | (own >= x.shape[1])
     return own.masked_fill(elsewhere, 0).unsqueeze(1), elsewhere
 
 
 _ANSWERS = UNCONCERNED | {"register_hook"}
-"""Functions that say, or do, nothing that the number of classes matters for."""
+"""Functions whose result does not depend on the number of classes."""
 
 _VIEWS = frozenset(("view", "reshape", "flatten"))
 

@@ -1,4 +1,4 @@
-"""Code of a model's own, beside torch's and this package's."""
+"""Tells a model's own code from that of torch and of this package."""
 
 import sys
 import sysconfig
@@ -12,13 +12,13 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def is_own(code: Any) -> bool:
-    """Whether a function, method or class is the model's own. Of fully_shard's hooks and ours it is not."""
+    """Whether a function, method or class is the model's own; fully_shard's hooks and ours are not."""
     return str(getattr(code, "__module__", "")).partition(".")[0] not in _NOT_OF_MODELS
 
 
 def is_own_file(module: Any) -> bool:
-    """Whether an imported module is a file of the model's own, or a notebook: neither installed as a package nor of
-    this one."""
+    """Whether an imported module is a file of the model's own or a notebook, and not from an installed package or
+    ours."""
     if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] in _NOT_OF_MODELS:
         return False
     file = getattr(module, "__file__", None)
@@ -31,8 +31,8 @@ def _is_installed(file: str) -> bool:
 
 
 def is_in_own_file(code: Any) -> bool:
-    """Whether a function or class was defined in such a file. What was imported is known by its name; a file that was
-    run from its path alone (spec_from_file_location, runpy) may not be."""
+    """Whether a function or class was defined in a file of the model's own. A file that was run by its path alone
+    (spec_from_file_location, runpy) may not be among the imported modules; its code counts as such."""
     name = getattr(code, "__module__", None)
     if not isinstance(name, str) or not is_own(code):
         return False

@@ -162,14 +162,14 @@ class Producers(TorchFunctionMode):
         return leave
 
     def _around_wanted(self, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-        """Those modules that are named in `only`, or have one of these inside."""
+        """The modules that `only` names, and those around them."""
         names = {name for _, name in self._only or ()}
         wanted = {id(module) for name, module in modules.items() if name in names}
         return {n: m for n, m in modules.items() if any(id(inner) in wanted for inner in m.modules())}
 
     def _step_aside(self) -> None:
         on_top = self._sees_functions and _get_current_function_mode() is self
-        if on_top:  # not where the model has put another one there
+        if on_top:  # not if the model has put another mode there
             super().__exit__(None, None, None)
             self._is_aside = True
 
@@ -195,7 +195,7 @@ class Producers(TorchFunctionMode):
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
-        """Callbacks may call torch functions of their own; they are no part of the model."""
+        """While it lasts, torch functions are not counted: those that callbacks call are no part of the model."""
         self._depth += 1
         try:
             yield
@@ -218,7 +218,7 @@ class Producers(TorchFunctionMode):
 
 
 def _caller() -> str:
-    """The name of the function that calls a torch function, and a dot; '' if that is a forward."""
+    """The name of the function that calls a torch function, followed by a dot; '' if it is a forward."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_ABOVE):
         if (
@@ -230,7 +230,7 @@ def _caller() -> str:
 
 
 _ABOVE = ("torch.", f"{__name__.partition('.')[0]}.")
-"""Beginnings of the names of modules whose functions stand between a model and a torch function: torch's and ours."""
+"""The names of torch's modules and of ours begin so: their functions may stand between a model and a torch function."""
 
 
 @lru_cache(maxsize=10_000)
@@ -240,7 +240,7 @@ def _named(code: CodeType) -> str:
 
 
 def is_wrapped(leaf: Any) -> bool:
-    """Whether a tensor is one that torch.func (vmap, grad) has put its own around: it is there only inside of it."""
+    """Whether a tensor is a wrapper of torch.func (vmap, grad), which exists only while the transformation runs."""
     return isinstance(leaf, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf)
 
 
@@ -253,5 +253,5 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=10_000)
 def _producer(kind: Any, name: str, call: int, leaf: int) -> Producer:
-    """The producer of these names and numbers: one object for all forwards."""
+    """The producer with these names and numbers; all forwards share one object for it."""
     return Producer(kind=kind, name=name, call=call, leaf=leaf)

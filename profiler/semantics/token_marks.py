@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a tensor holds, where ranks hold parts of it: marks on ordinary tensors."""
+"""Marks on ordinary tensors that say which tokens of a sequence they hold, if ranks hold parts of it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -14,10 +14,11 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor holds the tokens `spans` of `length` along its dim `dim`, and says that it holds them all.
+    """The mark of a tensor that holds only the tokens `spans` of `length` along its dim `dim`, and tells shapes as if
+    it held all.
 
     The dim may be several joined ones: `before` times tokens times `after` (a batch of sequences, flattened). within:
-    tokens of which these are a part again, if they are (sequence parallelism).
+    the tokens that these are in turn a part of (sequence parallelism); () if none.
     """
 
     dim: int
@@ -55,7 +56,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Share:
-    """A tensor of which every rank has its own value, and whose mean over the ranks is meant."""
+    """The mark of a tensor that has another value on every rank, and stands for the mean of these values."""
 
 
 SHARE = Share()
@@ -72,7 +73,7 @@ def mark_of(tensor: object) -> Mark | None:
 
 
 def set_mark(tensor: torch.Tensor, mark: Mark | None) -> torch.Tensor:
-    """The tensor, marked; None takes a mark off."""
+    """Mark a tensor and return it; None removes its mark."""
     if mark is not None:
         tensor.__dict__[_MARK] = mark
     else:
@@ -81,7 +82,8 @@ def set_mark(tensor: torch.Tensor, mark: Mark | None) -> torch.Tensor:
 
 
 def unseen(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """function(tensor), which does nothing to tokens and no mode needs to see; the result has the tensor's mark."""
+    """function(tensor), out of sight of modes that follow tokens: a function that does nothing to tokens. The result
+    keeps the tensor's mark."""
     mark = mark_of(tensor)
     if mark is None and not isinstance(tensor, LogitShards):
         return function(tensor)
@@ -111,8 +113,8 @@ def num_tokens(spans: Spans) -> int:
 
 
 def clipped(spans: Spans, start: int, end: int) -> tuple[Spans, int, int]:
-    """(those of the tokens from `start` to before `end`, counted from `start`; which ones of the held these are: from
-    the how-manieth to before the how-manieth)."""
+    """(those of the tokens that lie from `start` to before `end`, counted from `start`; first; last), where the tensor
+    holds these tokens at its places from first to before last."""
     kept = [(max(a, start), min(b, end)) for a, b in spans if max(a, start) < min(b, end)]
     first = sum(min(b, start) - a for a, b in spans if a < start)
     count = num_tokens(tuple(kept))
@@ -132,12 +134,12 @@ def part_of(spans: Spans, index: int, count: int) -> Spans:
 
 
 def divided(held: Held, index: int, count: int) -> Held:
-    """The mark of the `index`-th of `count` equal parts of what a tensor holds."""
+    """The mark of the `index`-th of `count` equal parts of the tokens that a tensor holds."""
     return replace(held, spans=part_of(held.spans, index, count), within=held.spans)
 
 
 def joined(spans: Iterable[tuple[int, int]]) -> Spans:
-    """Ranges of the same tokens in which neighbouring ones are made one."""
+    """The same tokens, with adjoining ranges merged."""
     found: list[tuple[int, int]] = []
     for start, end in spans:
         if found and found[-1][1] == start:
@@ -148,7 +150,7 @@ def joined(spans: Iterable[tuple[int, int]]) -> Spans:
 
 
 def taken(whole: torch.Tensor, held: Held) -> torch.Tensor:
-    """Of a tensor that is whole, along held.dim, what the mark says."""
+    """The part of a whole tensor, along held.dim, that holds the tokens of the mark."""
     if not held.alone:
         sizes = (held.before, held.length, held.after)
         inner = taken(whole.unflatten(held.dim, sizes), Held(held.dim + 1, held.length, held.spans))

@@ -114,8 +114,8 @@ class TokenSlices(TorchFunctionMode):
 
 
 def run_token_by_token(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What forward makes of each token by itself (a bank of experts), whatever it calls on the way: it is given the
-    tokens that are here, for all there are."""
+    """The result of a module that treats every token by itself (a bank of experts), whatever it calls: it is given the
+    tokens that are here as if they were all."""
     held = next((mark for x in tree_leaves((args, kwargs)) if isinstance(mark := mark_of(x), Held)), None)
     if held is None:
         return forward(*args, **kwargs)
@@ -133,12 +133,12 @@ Rule = Callable[[TokenSlices, Callable[..., Any], str, tuple[Any, ...], dict[str
 
 
 def _begins(name: str, whole: torch.Tensor) -> bool:
-    """Whether a function is given ids, or features of several tokens."""
+    """Whether slicing begins at a function: an embedding is given ids, or a linear layer features of several tokens."""
     return whole.ndim > 2 if name == "linear" else not whole.is_floating_point()
 
 
 def _by_position(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a call, of which rules find the first ones by their places, however the model gives them."""
+    """(args, kwargs) of a call, with its first arguments moved from kwargs to args, where the rules look for them."""
     first = _FIRST.get(name, ("input",))[len(args) :]
     if not kwargs or not first or first[0] not in kwargs:
         return args, kwargs
@@ -174,7 +174,7 @@ def _dim(dim: int, ndim: int) -> int:
 
 
 def _of_shares(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is linear in shares is a share."""
+    """The result of a linear function of shares, which is a share; raises MixedTokensError for any other function."""
     if name in SIZES or name == "register_hook":
         return func(*args, **kwargs)
     plain = name.strip("_")
@@ -208,7 +208,7 @@ def _shape(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> A
 
 
 def _pointwise(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Every element by itself, broadcast: all operands of one dim are sliced alike."""
+    """A function that treats every element by itself, with broadcasting: all operands are sliced alike."""
     given = _tensors(args, kwargs)
     found = [(held, held.dim - _ndim(x)) for x in given if (held := _held(x)) is not None]
     held, behind = found[0]
@@ -225,12 +225,13 @@ def _pointwise(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) 
 
 
 def _cast(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """The first argument in another dtype, or on another device: that of the second, if it is a tensor."""
+    """A cast to another dtype or device, or to those of the second argument, if that is a tensor: marks stay."""
     return set_mark(func(*args, **kwargs), mark_of(args[0]))
 
 
 def _like(x: torch.Tensor, held: Held, behind: int, name: str) -> torch.Tensor:
-    """What a broadcast needs of x beside a tensor that holds tokens along its dim `behind` (below zero)."""
+    """x, or its slice if it is whole: what a broadcast needs beside a tensor that holds tokens along its dim `behind`,
+    a number below zero."""
     dim = _ndim(x) + behind
     if _held(x) is not None or dim < 0 or own_shape(x)[dim] == 1:
         return x
@@ -240,7 +241,8 @@ def _like(x: torch.Tensor, held: Held, behind: int, name: str) -> torch.Tensor:
 
 
 def _by_itself(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Along dims that hold no tokens: softmax, norms, sorting. The result has the dims of the argument."""
+    """A function along dims that do not hold tokens: softmax, norms, sorting. The result has the dims of the
+    argument."""
     x, *rest = args
     held = _only(name, args, kwargs)
     ndim = _ndim(x)
@@ -264,7 +266,7 @@ def _marked(output: Any, mark: Mark) -> Any:
 
 
 def _only(name: str, args: Any, kwargs: Any) -> Held:
-    """The mark of the first argument, where no other has one."""
+    """The mark of the first argument; raises MixedTokensError if that has none, or if another argument has one, too."""
     held = _held(args[0]) if args else None
     if held is None or sum(mark_of(x) is not None for x in _tensors(args, kwargs)) > 1:
         raise _refuse(name, "takes tokens where only whole tensors are known to go")
@@ -272,7 +274,7 @@ def _only(name: str, args: Any, kwargs: Any) -> Held:
 
 
 def _reduction(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Over other dims: each token by itself. Sum and mean over tokens: a share of it."""
+    """A reduction over dims without tokens does the same to each token; a sum or mean over tokens becomes a share."""
     x = args[0]
     held = _only(name, args, kwargs)
     ndim = _ndim(x)
@@ -284,7 +286,7 @@ def _reduction(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) 
     if dims is None or held.dim in dims:
         if name not in ("sum", "mean"):
             raise _refuse(name, "goes over the tokens of a sequence")
-        if name == "mean" and not held.own_size:  # the mean of nothing is no number
+        if name == "mean" and not held.own_size:  # the mean of nothing would be NaN
             share = torch.sum(*args, **kwargs) * 0.0
         else:
             share = func(*args, **kwargs) * mode.num_ranks
@@ -297,7 +299,7 @@ def _reduction(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) 
 
 
 def _product(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Rows times a matrix: linear, matmul, addmm."""
+    """Rows, some of them tokens, times a matrix: linear, matmul, addmm."""
     bias, rows, matrix = args[:3] if name == "addmm" else (None, args[0], args[1])
     held, other = _held(rows), _held(matrix)
     ndim = _ndim(rows)
@@ -362,7 +364,7 @@ def _resolved(sizes: list[int], total: int) -> list[int]:
 
 
 def _moved(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Dims in another order; found by moving numbers instead of sizes."""
+    """Dims in another order. Where the tokens' dim goes is found with a tensor that has 2 there and 1 elsewhere."""
     x = args[0]
     held = _only(name, args, kwargs)
     with torch._C.DisableTorchFunction():
@@ -372,7 +374,7 @@ def _moved(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> A
 
 
 def _with_dims(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Dims of one added or taken away."""
+    """A dim of size 1 added or taken away."""
     x = args[0]
     held = _only(name, args, kwargs)
     whole = whole_shape(x)
@@ -390,7 +392,7 @@ def _with_dims(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) 
 
 
 def _pairs(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Pairs of numbers along the last dim as complex ones, and back."""
+    """Pairs of real numbers along the last dim made complex numbers, or the other way round."""
     held = _only(name, args, kwargs)
     if name == "view_as_complex" and held.dim == _ndim(args[0]) - 1:
         raise _refuse(name, "goes over the tokens of a sequence")
@@ -432,7 +434,7 @@ def _split(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> A
 
 
 def _interleaved(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Each number several times, along another dim than that of tokens."""
+    """Every number repeated several times, along a dim without tokens."""
     held = _only(name, args, kwargs)
     dim = args[2] if len(args) > 2 else kwargs.get("dim")
     if dim is None or _dim(dim, _ndim(args[0])) == held.dim:
@@ -457,7 +459,7 @@ def _join(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> An
 
 
 def _narrow(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Parts along other dims."""
+    """A part of the tensor along a dim without tokens."""
     held = _only(name, args, kwargs)
     dim = _dim(args[1] if len(args) > 1 else kwargs["dim"], _ndim(args[0]))
     if dim == held.dim:
@@ -466,7 +468,8 @@ def _narrow(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> 
 
 
 def _item(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """x[...]: whole dims, ranges of tokens, anything along other dims; rows of a table by tokens."""
+    """x[...] with whole dims, ranges of tokens, and anything along other dims; or rows of a table, looked up by
+    tokens."""
     x, index = args
     items = list(index) if isinstance(index, tuple) else [index]
     held = _held(x)
@@ -498,8 +501,9 @@ def _item(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> An
 
 
 def _picked_range(item: Any, held: Held, num_tokens: int, place: int) -> tuple[slice, Held]:
-    """(what an index along the tokens of all ranks picks of those that are held, the mark of the result, which has them
-    along dim `place`). Raises for anything but a range without gaps."""
+    """(where the picked tokens lie among those that are here, the mark of the result, which has them along dim
+    `place`). item: an index along all tokens of the sequence. Raises MixedTokensError unless it is a range without
+    gaps."""
     if not isinstance(item, slice):
         raise _refuse("indexing", "picks single tokens")
     start, end, step = item.indices(num_tokens)
@@ -516,7 +520,7 @@ def _factory(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) ->
     the tokens: their elements are alike, or written later. All others are whole."""
     x, *given = args
     held = _held(x)
-    if name.startswith("rand") and held is not None:  # drawn for all tokens, as ranks draw alike
+    if name.startswith("rand") and held is not None:  # drawn for all tokens, for all ranks draw the same
         whole = func(x.new_empty(1).expand(whole_shape(x)), *given, **kwargs)
         return set_mark(taken(whole, held).contiguous(), held)
     if name.endswith("_like"):
@@ -533,7 +537,7 @@ def _factory(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) ->
 
 
 def _picked(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Elements at places along another dim than that of the tokens, which all tensors hold alike."""
+    """Elements picked along a dim without tokens; all tensors must hold the same tokens."""
     x = args[0]
     held = _held(x)
     dim = _dim(args[1] if len(args) > 1 else kwargs["dim"], _ndim(x))
@@ -543,7 +547,7 @@ def _picked(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> 
 
 
 def _loss(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Losses of tokens beside their targets: the mean over all tokens becomes a share of it."""
+    """The loss of tokens with their targets; a mean over all tokens becomes a share."""
     rest = dict(zip(("input", "target", *_LOSS_ARGUMENTS[name]), args, strict=False)) | kwargs
     given, target = rest.pop("input"), rest.pop("target")
     held = _held(given)
@@ -581,8 +585,9 @@ def _loss(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> An
 
 
 def _hook(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Called with the gradient of the tokens that are here, known as such; of fake tensors, which get none, at once.
-    Those of fully_shard and our own are no part of the model."""
+    """Register a hook, which is called with the gradient of the tokens that are here, with their mark; for fake
+    tensors, which get no gradient, it is called at once. Hooks of fully_shard and our own are registered as they
+    are."""
     x, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
     if not is_own(hook):
         return func(x, hook)
@@ -632,7 +637,7 @@ _BLIND = UNCONCERNED | {
     *("grad.__get__", "names.__get__", "requires_grad.__set__", "requires_grad_", "is_same_size", "__repr__"),
     "_set_grad_enabled",
 }
-"""Functions that say nothing of tokens."""
+"""Functions that tell nothing of tokens, and change nothing about them."""
 
 _FIRST = {
     "linear": ("input", "weight"),
@@ -646,7 +651,7 @@ _FIRST = {
     "divide": ("input", "other"),
     "true_divide": ("input", "other"),
 }
-"""What the first arguments of functions are called, where it is not the input alone."""
+"""Names of the first arguments of functions, unless `input` is the only one."""
 
 _LINEAR = frozenset(
     ("add", "sub", "subtract", "neg", "negative", "to", "float", "double", "bfloat16", "half", "type", "clone",

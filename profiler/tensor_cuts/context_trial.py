@@ -1,4 +1,4 @@
-"""Does a model run on a part of its sequence, as ranks of context parallelism have it? Tried on fake tensors."""
+"""Whether a model runs on a part of its sequence, as context-parallel ranks run it; tried on fake tensors."""
 
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack
@@ -22,13 +22,14 @@ from .tensor_trial import may_join
 _RANKS = 2
 
 _SAMPLES = 2
-"""More than one: of one alone, samples that are joined to one row, or lie behind their tokens, look like a sequence."""
+"""Samples in the trial. With a single one, samples joined to one row, or placed behind their tokens, would look like a
+sequence."""
 
 
 def context_problem(fake: FakeModel, profile: ModelProfile, repeats_reentrantly: bool) -> str:
-    """Why it does not, in a few words; '' if it does, or has no sequence.
+    """Why the model does not run on a part of its sequence, in a few words; '' if it does, or has no sequence.
 
-    Of the profile's layers of one class that are given alike tensors the first one runs.
+    Of layers of one class that are given similar tensors only the first one runs.
     """
     length = fake.loaded.seq_len
     if length is None:
@@ -76,8 +77,8 @@ def context_problem(fake: FakeModel, profile: ModelProfile, repeats_reentrantly:
 
 
 def backward_problem(runs: Iterable[Observation], length: int | None) -> str:
-    """What functions of the model's own do in the backward of some layers that may join tokens; "" if nothing. Hooks on
-    gradients are followed by the trial itself."""
+    """What may join tokens in the backward of these runs, in functions of the model's own; "" if nothing may. (Hooks on
+    gradients are followed by the trial itself.)"""
     own = (op for run in runs for op in run.ops if op.own == "function")
     joining = next((op for op in own if length is not None and may_join(op, length)), None)
     if joining is None:
@@ -86,8 +87,8 @@ def backward_problem(runs: Iterable[Observation], length: int | None) -> str:
 
 
 class _NotFollowed(TorchDispatchMode):
-    """Raises MixedTokensError where tokens come to an operator past the mode that follows them: what is returned has no
-    mark, and would be taken for whole."""
+    """Raises MixedTokensError if an operator is given tokens out of sight of the mode that follows them: its result
+    would have no mark, and be taken for whole."""
 
     def __init__(self, tokens: TokenSlices) -> None:
         super().__init__()
@@ -112,7 +113,8 @@ class _NotFollowed(TorchDispatchMode):
 
 
 def _run_bank(module: nn.Module, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a bank of experts makes of each token. Raises MixedTokensError if it keeps a tensor aside, as of a loss."""
+    """The result of a bank of experts, which treats each token by itself. Raises MixedTokensError if the bank keeps a
+    tensor in an attribute, as for a loss."""
     before = dict(vars(module))
     output = run_token_by_token(forward, *args, **kwargs)
     for key, value in vars(module).items():
@@ -124,7 +126,7 @@ def _run_bank(module: nn.Module, name: str, forward: Callable[..., Any], *args: 
 def _run_once(
     forward: Callable[..., Any], known: dict[Hashable, Any], layer_class: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """What a layer returns, or one that is alike and was given alike tensors."""
+    """The output of a layer; that of a layer of the same class, if one was given similar tensors before."""
     leaves, spec = tree_flatten((args, kwargs))
     if not all(isinstance(leaf, torch.Tensor | int | float | str | None) for leaf in leaves):
         return forward(*args, **kwargs)
@@ -136,7 +138,7 @@ def _run_once(
 
 
 def _outside(leaf: Any) -> Hashable:
-    """What tells one argument of a layer from another."""
+    """What arguments of layers are compared by: of tensors all but their numbers."""
     if not isinstance(leaf, torch.Tensor):
         return type(leaf), leaf
     return tuple(own_shape(leaf)), leaf.dtype, leaf.requires_grad, mark_of(leaf)
@@ -151,7 +153,8 @@ def _like(leaf: Any) -> Any:
 
 
 class _RehearsedAttention:
-    """Attends as rehearsed_attention does. shared: whether ranks would have had a part in it."""
+    """Attention that returns an empty tensor (see rehearsed_attention). shared: whether it was called, so that ranks
+    would share the work."""
 
     def __init__(self) -> None:
         self.shared = False
@@ -169,5 +172,5 @@ def rehearsed_attention(
     is_causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
-    """A tensor like the output of attention."""
+    """An empty tensor with the shape and dtype that attention would return."""
     return query.new_empty((*query.shape[:-1], value.shape[-1]))

@@ -63,24 +63,24 @@ SMALLEST_VOCABULARY = 1024
 """Embeddings with fewer rows (positions of short sequences, token types) are not worth a collective."""
 
 _DEGREES = (2, 3, 5, 7)
-"""Tried on fake tensors; what none of them divides, none of 2 to 10 does."""
+"""Degrees that are tried on fake tensors. Numbers that none of these divides are not divided by any from 2 to 10."""
 
 _DOES_NOT_RUN = "with its weights cut the layer does not run"
 
 
 @dataclass(frozen=True)
 class Found:
-    """Cuts of one layer, and in words what could not be cut."""
+    """The cuts of one layer, and notes on what could not be cut."""
 
     cuts: tuple[TensorCut, ...] = ()
     notes: tuple[str, ...] = ()
     attention_modules: tuple[str, ...] = ()
     forward: tuple[str, ...] = ()
-    """Operators of its forward with one sample that are no views; () if it was not run."""
+    """Operators of the layer's forward with one sample, without views; () if it was not run."""
 
 
 def find_cuts(fake: FakeModel, chain: LayerChain, index: int, shapes: Sequence[Shapes], seq_len: int | None) -> Found:
-    """Cuts of layer `index`; shapes: of runs with one and with two samples."""
+    """The cuts of layer `index`. shapes: those of runs with one and with two samples."""
     probe = _Probe(fake, chain, index, shapes[0], seq_len)
     flow = probe.flow()
     cuts: list[TensorCut] = []
@@ -113,7 +113,8 @@ def find_cuts(fake: FakeModel, chain: LayerChain, index: int, shapes: Sequence[S
 
 
 def _passed_over(probe: "_Probe", flow: Flow, knows_attention: bool) -> Iterator[str]:
-    """Notes on what is no pair of columns and row at all. knows_attention: it is cut, or a note says why not."""
+    """Notes on products that are in no pair of columns and row. knows_attention: attention is cut, or a note says why
+    not."""
     products = [name for name, module in probe.modules.items() if is_product(module)]
     numbers = {name: number for number, name in flow.parameters.items()}
     read = {view.storage for op in flow.ops for view in op.inputs}
@@ -132,12 +133,12 @@ def _passed_over(probe: "_Probe", flow: Flow, knows_attention: bool) -> Iterator
 
 
 def _first_matrices(flow: Flow, cut: TensorCut) -> set[str]:
-    """Products that columns are given just as they are: of adapters, whose second matrices alone are cut."""
+    """Products whose output a column is given as it is: the first matrices of adapters, whose second ones are cut."""
     return {name for column in cut.columns if column in flow.taps for name in read_directly(flow, column)}
 
 
 def common_degree(cuts: Sequence[TensorCut]) -> int | None:
-    """Smallest degree that divides every unit of every cut."""
+    """The smallest of the tried degrees that divides all units of all cuts; None if none does."""
     units = [unit for cut in cuts for unit in cut.units]
     return next((degree for degree in _DEGREES if all(unit % degree == 0 for unit in units)), None)
 
@@ -167,7 +168,7 @@ def gathering_ways(
 
 
 def _around_all(names: Sequence[str]) -> str:
-    """The innermost module that all of these are inside of; '' for the layer's root."""
+    """Name of the innermost module around all of these; '' for the root of the layer."""
     parents = [name.split(".")[:-1] for name in names]
     return ".".join(a[0] for a in itertools.takewhile(lambda a: len(set(a)) == 1, zip(*parents, strict=False)))
 
@@ -185,7 +186,7 @@ class _Probe:
         self.modules = layer_modules(fake, chain, index)
 
     def where(self, name: str) -> str:
-        """Full name of a module of the layer, for people; that of the layer for all of it."""
+        """Full name of a module of the layer, for people; for the whole layer, that of the layer."""
         return ".".join(part for part in (self.layer.root, name) if part) or self.layer.name
 
     def flow(self, shapes: Shapes | None = None, size: int = 1) -> Flow:
@@ -251,10 +252,10 @@ class _Probe:
         return flow
 
     def group_of(self, flow: Flow, row: str, used: set[str]) -> TensorCut | str:
-        """The row with its columns as a cut; else the reason against it ("" if it is no row at all)."""
+        """The cut that consists of a row and its columns, or the reason against it ("" if the module is not a row)."""
         group = columns_of(flow, row)
         by_heads = by_heads_of(flow, row) if group else ByHeads()
-        if not isinstance(group, str) and by_heads.storages:  # it may be that something has as many rows by chance
+        if not isinstance(group, str) and by_heads.storages:  # a tensor may have as many rows by chance
             outcome = self._cut_of(flow, row, used, group, by_heads)
             return self._cut_of(flow, row, used, group, ByHeads()) if isinstance(outcome, str) else outcome
         if isinstance(group, str) and by_heads.storages:
@@ -271,7 +272,7 @@ class _Probe:
         group: tuple[tuple[str, ...], set[int], tuple[str, ...]],
         by_heads: ByHeads,
     ) -> TensorCut | str:
-        """The row with these columns as a cut, or the reason against it."""
+        """The cut that consists of a row and these columns, or the reason against it."""
         columns, between, entries = group
         rows = rows_of(flow, row, columns, between) if columns else (row,)
         if not columns or used & {*columns, *entries, *rows}:
@@ -287,7 +288,7 @@ class _Probe:
         entries: tuple[str, ...],
         by_heads: ByHeads,
     ) -> TensorCut | str:
-        """The group as a cut, with what must be divided for it to work; else the reason against it."""
+        """The cut of these columns and rows, with all that must be divided for it to work; or the reason against it."""
         parts = {}
         for column in columns:
             found = channels_of(flow, column) if is_convolution(flow.taps[column].module) else parts_of(flow, column)
@@ -333,8 +334,9 @@ class _Probe:
     def _read_between(
         self, flow: Flow, rows: tuple[str, ...], between: set[int], sharded: dict[str, int], looked_up: bool = False
     ) -> tuple[str, ...]:
-        """Parameters that are joined with what differs between ranks before the rows, by themselves or cast. looked_up:
-        or by what was read of them with something that is not trained, as of a table with indices."""
+        """Names of parameters that are read, as they are or cast, together with what differs between ranks before the
+        rows. looked_up: also those that are first read with something that is not trained, as a table is with
+        indices."""
         differs = cut_storages(flow, between) - set(flow.parameters)
         named, own = dict(self.fake.module.named_parameters()), self._own
         names: dict[int, set[str]] = defaultdict(set)
@@ -357,13 +359,13 @@ class _Probe:
 
     @cached_property
     def _own(self) -> dict[str, nn.Parameter]:
-        """Parameters of the layer, by the names that it has for them."""
+        """Parameters of the layer, by their names in it."""
         named = dict(self.fake.module.named_parameters(remove_duplicate=False))
         prefix = self.layer.root + "." if self.layer.root else ""
         return {name.removeprefix(prefix): named[name] for name in self.layer.parameters}
 
     def sharded(self, name: str, dim: int, bias: bool) -> dict[str, int]:
-        """Parameters of a cut module (and other names of the same ones in this layer) with the dim that is cut."""
+        """Name -> the dim that is cut, for the parameters of a cut module, and for their other names in this layer."""
         module = self.modules[name]
         cut = {id(module.weight): dim}
         if bias and getattr(module, "bias", None) is not None:
@@ -371,8 +373,8 @@ class _Probe:
         return {name: cut[id(parameter)] for name, parameter in self._own.items() if id(parameter) in cut}
 
     def _try_with_counts(self, cut: TensorCut, read: Sequence[str], narrowed: Mapping[str, object]) -> TensorCut | str:
-        """The cut with the fewest counts, and parameters of those read between columns and rows, that must be divided
-        for the layer to run, narrowed if it must be; or why it does not work."""
+        """The cut with as few counts and parameters divided as the layer needs to run; or why it does not work. read:
+        names of the parameters read between columns and rows. narrowed: what `_narrowed` found."""
         degree = common_degree([cut])
         if degree is None:
             return f"its {' and '.join(map(str, cut.units))} units cannot be shared evenly by 2 to 10 ranks"
@@ -401,8 +403,8 @@ class _Probe:
         return min(problems, key=lambda problem: (problem.startswith(_DOES_NOT_RUN), problem == OTHER_OPERATORS))
 
     def _narrowed(self, flow: Flow, columns: Sequence[str], rows: Sequence[str]) -> dict[str, object]:
-        """The module around columns and rows, if it is one inside of the layer, and leaves of what it is given that
-        columns read, whose features are their last dim: as of `TensorCut`; nothing if there are none."""
+        """Fields of `TensorCut`: the module around columns and rows, and which tensors it is given with features in
+        their last dim that columns read; {} if there are none, or if this module is the whole layer."""
         around, prefix = _around_all((*columns, *rows)), self.layer.root + "." if self.layer.root else ""
         if not around or prefix + around in self.layer.units or around not in flow.doors:
             return {}
@@ -411,7 +413,8 @@ class _Probe:
         return {"narrowed": around, "shown": places} if places else {}
 
     def _dividing(self, cut: TensorCut, chosen: Iterable["_Divided"]) -> TensorCut:
-        """The cut, with these divided by the degree (and Conv1D's own width, which it reshapes by)."""
+        """The cut, with these counts and parameters divided by the degree, and a Conv1D's own width, by which it
+        reshapes."""
         attributes: dict[str, tuple[str, ...]] = {c: ("nf",) for c in cut.columns if hasattr(self.modules[c], "nf")}
         attributes |= dict.fromkeys(cut.between, ("num_groups", "num_channels"))
         sharded, own = dict(cut.sharded), self._own
@@ -424,12 +427,13 @@ class _Probe:
         return cut.model_copy(update={"attributes": attributes, "sharded": sharded, "partial": shared})
 
     def _values(self, cut: TensorCut) -> set[int]:
-        """Numbers that may count what is cut."""
+        """Numbers that may count what is cut: widths of columns and of their parts, and units."""
         widths = {features(self.modules[column])[1] for column in cut.columns}
         return widths | set(cut.units) | {width for parts in cut.parts.values() for width in parts}
 
     def _counts(self, cut: TensorCut, values: set[int]) -> tuple[tuple["_Divided", ...], tuple["_Divided", ...]]:
-        """Such numbers that the modules around the columns keep: of their own, and of objects that they keep."""
+        """(module, attribute) of all these numbers in modules around the columns: (their own attributes, those of
+        objects that they hold)."""
         names = dict.fromkeys(module for column in cut.columns for module in _around(column, cut))
         found = [
             (name, attribute)
@@ -440,7 +444,8 @@ class _Probe:
         return tuple(c for c in found if "." not in c[1]), tuple(c for c in found if "." in c[1])
 
     def _by_units(self, cut: TensorCut, read: Iterable[str], values: set[int]) -> tuple["_Divided", ...]:
-        """Dims of parameters read between columns and rows that may have an entry for each unit that is cut."""
+        """(parameter, dim) of parameters that are read between columns and rows, for dims that may have an entry for
+        each unit."""
         own = self._own
         return tuple(
             (name, dim)
@@ -451,7 +456,7 @@ class _Probe:
         )
 
     def problem(self, cut: TensorCut, degree: int) -> str:
-        """Why the layer does not work with the cut; "" if it does."""
+        """Why the layer does not work with the cut, in words; "" if it does."""
         try:
             seen = run_cut(
                 self.fake, self.chain, self.index, self.shapes, 1, self.seq_len, [cut], degree, backward=self.looks_back
@@ -472,8 +477,8 @@ class _Probe:
         )
 
     def staying_cut(self, head: TensorCut) -> TensorCut:
-        """The cut with an output that stays cut up to the loss, if slices of the classes are enough for that; else as
-        it is."""
+        """The cut of the head with an output that stays cut up to the loss, if a slice of the classes is enough for the
+        loss; else the cut as it is."""
         apart, degree = head.model_copy(update={"stays_cut": True}), common_degree([head])
         assert degree is not None
         try:
@@ -485,11 +490,11 @@ class _Probe:
 
 
 _Divided = tuple[str, str | int]
-"""What is divided with the weights: a module and its attribute, or a parameter and its dim."""
+"""Something that is divided together with weights: (module, attribute) or (parameter, dim)."""
 
 
 def _fewest(chosen: Sequence[_Divided], problem: Callable[[Sequence[_Divided]], str]) -> Sequence[_Divided]:
-    """Those of `chosen`, all of which together have no problem, that it takes."""
+    """Those of `chosen` without which there is a problem; with all of them there is none."""
     for one in chosen:
         fewer = tuple(other for other in chosen if other != one)
         chosen = chosen if problem(fewer) else fewer
@@ -499,8 +504,8 @@ def _fewest(chosen: Sequence[_Divided], problem: Callable[[Sequence[_Divided]], 
 def _wider(
     own: tuple[_Divided, ...], kept: tuple[_Divided, ...], parameters: tuple[_Divided, ...]
 ) -> Iterator[tuple[_Divided, ...]]:
-    """What to try after the modules' own counts: counts of objects that they keep, and parameters. One of the counts
-    may be left out, as that of heads of queries for each of keys, of which there may be as many."""
+    """Further combinations to try after the modules' own counts: with counts of objects that they hold, and with
+    parameters. One count may be left out: the number of query heads per key head may happen to be equal to it."""
     of_own, of_all = (
         ((*counts,), *itertools.combinations(counts, len(counts) - 1)) if counts else ((),)
         for counts in (own, (*own, *kept))
@@ -514,7 +519,7 @@ def _wider(
 
 
 def _around(column: str, cut: TensorCut) -> list[str]:
-    """The modules around a column, out to the one that is around all of the cut."""
+    """Names of the modules around a column, from the innermost to the one around the whole cut."""
     found = [column.rpartition(".")[0]]
     while found[-1] != _around_all((*cut.columns, *cut.rows)):
         found.append(found[-1].rpartition(".")[0])
@@ -560,7 +565,8 @@ def _embedding_cuts(probe: _Probe, flow: Flow, shapes: Sequence[Shapes]) -> list
 
 
 def _table_cuts(probe: _Probe, flow: Flow) -> list[tuple[str, TensorCut | str]]:
-    """Bags of rows of a large table: features of a row are added up one by one, whatever the bag."""
+    """The large tables of embedding bags, as cuts or with the reason against it. Features of rows are added up
+    separately, so each rank may have some of them."""
     outcomes: list[tuple[str, TensorCut | str]] = []
     for name, tap in flow.taps.items():
         table = tap.module

@@ -1,4 +1,4 @@
-"""Data flow of a layer's forward: which modules' outputs a module's input is made of, and how they are read."""
+"""Data flow of a layer's forward: from which modules' outputs an input is made, and how these outputs are read."""
 
 import itertools
 import math
@@ -15,18 +15,19 @@ from .tensor_modules import features, is_product
 
 @dataclass(frozen=True)
 class Tap:
-    """The one call of a linear or embedding module."""
+    """The call of a linear or embedding module that is called once. input, output: its tensors."""
 
     module: nn.Module
     input: View
     output: View
     like: str
-    """The first module that was given the same tensor."""
+    """Name of the first module that was given the same tensor."""
 
 
 @dataclass
 class Flow:
-    """Data flow of a layer's forward. storages: the graph of them, with edges to what is made of each."""
+    """Data flow of a layer's forward. storages: a graph with an edge from each storage to those that are made from
+    it."""
 
     taps: dict[str, Tap]
     ops: list[Op]
@@ -35,12 +36,13 @@ class Flow:
     doors: dict[str, "Door"] = field(default_factory=dict)
     storages: nx.DiGraph = field(default_factory=nx.DiGraph)
     calls: dict[str, int] = field(default_factory=dict)
-    """How often modules were called."""
+    """Module -> number of its calls."""
 
 
 @dataclass(frozen=True)
 class Door:
-    """The one call of a module: leaves of what it was given and of what it returned, those that are tensors."""
+    """The call of a module that is called once. given, returned: place among the leaves of its arguments, or of its
+    output -> the tensor."""
 
     given: dict[int, View]
     returned: dict[int, View]
@@ -48,8 +50,9 @@ class Door:
 
 @dataclass(frozen=True)
 class ByHeads:
-    """Tensors with a row for each head that join attention from outside of its linears. storages: of them all; tables:
-    embeddings that make one; given, returned: by leaf of the door, with the dim of the heads."""
+    """Tensors with a row for each head that enter attention, and do not come from its linears. storages: numbers of all
+    of them. tables: names of embeddings that make one. given, returned: place among what the module `door` is given or
+    returns -> the dim of the heads."""
 
     storages: frozenset[int] = frozenset()
     tables: tuple[str, ...] = ()
@@ -59,9 +62,9 @@ class ByHeads:
 
 
 def by_heads_of(flow: Flow, row: str) -> ByHeads:
-    """What of that the attention before a row reads. It has its heads three dims from the end, a table (relative
-    biases: Raffel et al. 2020, arXiv:1910.10683, section 2.1) in the last one."""
-    between, columns = _behind_columns(flow, row)
+    """Tensors with a row for each head that the attention before a row reads. Their heads are in the third dim from the
+    end; those of a table (relative biases: Raffel et al. 2020, arXiv:1910.10683, section 2.1) in the last one."""
+    between, columns = _between_columns_and(flow, row)
     heads = heads_in(flow, between)
     parents = [name.split(".")[:-1] for name in (*columns, row)]
     door = ".".join(part[0] for part in itertools.takewhile(lambda p: len(set(p)) == 1, zip(*parents, strict=False)))
@@ -92,15 +95,16 @@ def by_heads_of(flow: Flow, row: str) -> ByHeads:
     )
 
 
-def _behind_columns(flow: Flow, row: str) -> tuple[set[int], set[str]]:
-    """Storages that a row's input is made of after the linears nearest to it, and these."""
+def _between_columns_and(flow: Flow, row: str) -> tuple[set[int], set[str]]:
+    """(storages on the way from the nearest linears to a row's input, names of these linears)."""
     linears = _outputs_of_linears(flow, besides=row)
     reached = _made_of(flow, row, linears)
     return reached - linears.keys(), {linears[storage] for storage in reached & linears.keys()}
 
 
 def _dim_of_heads(view: View, heads: int) -> int | None:
-    """The dim that has a row for each head, of one sample: bmm takes samples and heads as one."""
+    """The dim of a tensor that holds heads; None if there is none. For one sample only, as bmm joins samples and
+    heads."""
     dim = len(view.shape) - 3
     return dim if dim in (0, 1) and view.shape[dim] == heads else None
 
@@ -108,11 +112,11 @@ def _dim_of_heads(view: View, heads: int) -> int | None:
 def columns_of(
     flow: Flow, row: str, by_heads: frozenset[int] = frozenset()
 ) -> tuple[tuple[str, ...], set[int], tuple[str, ...]] | str:
-    """(column modules, storages between them and the row, entries); or why the row's input does not come from linears
-    alone. An entry is a linear whose output the row's input is made of, and a column's input as well. by_heads:
-    storages of which each rank takes its heads, wherever they come from.
+    """(columns, storages between them and the row, entries); or why the row's input does not come from linears alone.
+    An entry is a linear that both the row's input and a column's input come from. by_heads: storages of which each rank
+    takes its heads, wherever they come from.
 
-    An empty reason: the row simply starts from the layer's input, as every column does.
+    The reason is empty if the row reads the layer's input, as columns do.
     """
     linears = _outputs_of_linears(flow, besides=row)
     tables = {tap.output.storage: name for name, tap in flow.taps.items() if isinstance(tap.module, nn.Embedding)}
@@ -138,8 +142,8 @@ def columns_of(
 
 
 def rows_of(flow: Flow, row: str, columns: Collection[str], between: set[int]) -> tuple[str, ...]:
-    """The row, and other products that read what is cut for it and nothing else, as that of a low-rank adapter beside
-    it does: each gives a partial sum of its own."""
+    """The row, and other products that read only what is cut for it, as in a low-rank adapter beside it: each of them
+    gives a partial sum."""
     linears = _outputs_of_linears(flow)
     cut = cut_storages(flow, between)
     read_by = nx.DiGraph(
@@ -157,8 +161,9 @@ def rows_of(flow: Flow, row: str, columns: Collection[str], between: set[int]) -
 
 
 def read_directly(flow: Flow, name: str) -> set[str]:
-    """The product whose output a module is given as it is, if one is: both are factors of one matrix, as in low-rank
-    adapters. Cut as a pair they save little, so others come first (the second factor is a column of a larger one)."""
+    """The product whose output a module is given as it is, if there is one. The two are factors of one matrix, as in
+    low-rank adapters. To cut them as a pair saves little, so other pairs come first (the second factor is a column of a
+    larger one)."""
     read = flow.taps[name].input.storage
     return {found for storage, found in _outputs_of_linears(flow, besides=name).items() if storage == read}
 
@@ -168,7 +173,7 @@ def _outputs_of_linears(flow: Flow, besides: str | None = None) -> dict[int, str
 
 
 def _made_of(flow: Flow, name: str, stops: Collection[int]) -> set[int]:
-    """Storages that a module's input is made of, and its own; as far as the stops, which are among them."""
+    """Storages that a module's input is made from, itself included, back to the stops, which are included, too."""
 
     def sources(storage: int) -> Iterator[int]:
         return iter(()) if storage in stops else flow.storages.predecessors(storage)
@@ -178,12 +183,12 @@ def _made_of(flow: Flow, name: str, stops: Collection[int]) -> set[int]:
 
 
 def _upstream(flow: Flow, name: str) -> set[int]:
-    """Storages that a module's input is made of, as far as the outputs of linears."""
+    """Storages that a module's input is made from, back to the outputs of linears."""
     return _made_of(flow, name, _outputs_of_linears(flow))
 
 
 def sources(flow: Flow, name: str) -> set[str]:
-    """Linears whose outputs a module's input is made of."""
+    """Names of the linears whose outputs a module's input is made from."""
     linears = _outputs_of_linears(flow)
     return {linears[storage] for storage in _upstream(flow, name) if storage in linears}
 
@@ -202,7 +207,7 @@ def _is_softmax(op: Op) -> bool:
 
 
 def _leak(flow: Flow, row: str, columns: Collection[str], between: set[int]) -> str:
-    """Something else than the rows reads what is cut."""
+    """Why a cut fails: something other than the rows reads what is cut; "" if nothing does."""
     inside = cut_storages(flow, between) - set(flow.parameters)
     weights = set().union(*(_weights(flow, name) for name in rows_of(flow, row, columns, between)))
     used = {view.storage for op in flow.ops for view in op.inputs}
@@ -219,7 +224,7 @@ def _leak(flow: Flow, row: str, columns: Collection[str], between: set[int]) -> 
 
 
 def cut_storages(flow: Flow, between: set[int]) -> set[int]:
-    """Storages between columns and row that come from a column."""
+    """Of the storages between columns and row, those that are made from the output of a column."""
     linears = {tap.output.storage for tap in flow.taps.values() if is_product(tap.module)}
     cut = linears & between
     for op in flow.ops:
@@ -244,7 +249,8 @@ def made_by(op: Op) -> set[int]:
 
 
 def parts_of(flow: Flow, column: str) -> tuple[int, ...] | str:
-    """Widths that a fused column's output is split into; one width if it is used as a whole."""
+    """Widths of the parts that a fused column's output is split into; one width if it is not split; or why the column
+    cannot be cut."""
     tap = flow.taps[column]
     width = features(tap.module)[1]
     reads = {_Read.of(view, width) for view in _readers(flow.ops, tap.output) if math.prod(view.shape)}
@@ -270,8 +276,8 @@ def parts_of(flow: Flow, column: str) -> tuple[int, ...] | str:
 
 @dataclass(frozen=True)
 class _Read:
-    """How one view reads features. block: how many features in a row its units (heads) take, of each of which it may
-    read a half alone, as rotary embeddings do."""
+    """The features that one view reads. block: number of neighbouring features that its units (heads) take up together;
+    of each unit it may read only a half, as rotary embeddings do."""
 
     start: int
     end: int
@@ -288,7 +294,7 @@ class _Read:
 
 
 def channels_of(flow: Flow, column: str) -> tuple[int, ...] | str:
-    """The width of a convolution's output, which must be read as a whole."""
+    """(width,) of a convolution's output; or, if it is not read as a whole, why it cannot be cut."""
     tap = flow.taps[column]
     size = math.prod(tap.output.shape)
     if any(math.prod(view.shape) != size for view in _readers(flow.ops, tap.output)):
@@ -297,7 +303,7 @@ def channels_of(flow: Flow, column: str) -> tuple[int, ...] | str:
 
 
 def group_norms(flow: Flow, modules: dict[str, nn.Module], between: set[int]) -> dict[str, int]:
-    """Group norms that lie between columns and row, with the number of their groups."""
+    """Group norm between columns and row -> the number of its groups."""
     cut = cut_storages(flow, between)
     found = {}
     for op in flow.ops:
@@ -308,7 +314,8 @@ def group_norms(flow: Flow, modules: dict[str, nn.Module], between: set[int]) ->
 
 
 def batch_norm(flow: Flow, modules: dict[str, nn.Module], between: set[int]) -> str:
-    """A batch norm that keeps statistics of what is cut, of which each rank would have its own; '' if there is none."""
+    """Name of a batch norm that keeps statistics of what is cut, which would differ between ranks; '' if there is
+    none."""
     cut = cut_storages(flow, between)
     for op in flow.ops:
         module = modules.get(op.module)
@@ -319,8 +326,8 @@ def batch_norm(flow: Flow, modules: dict[str, nn.Module], between: set[int]) -> 
 
 
 def _readers(ops: Sequence[Op], made: View) -> list[View]:
-    """How operators (not views) read a tensor, or what element by element was made of the whole of it: of those that
-    make more of that, what they read beside it (x * x[..., :1])."""
+    """The views by which operators read a tensor, or what was made from all of it element by element. Where an operator
+    goes on with the whole, only what else it reads counts (x * x[..., :1])."""
     alike, size = made_alike(ops, made), math.prod(made.shape)
     found: list[View] = []
     for op in ops:
@@ -331,8 +338,8 @@ def _readers(ops: Sequence[Op], made: View) -> list[View]:
 
 
 def made_alike(ops: Sequence[Op], made: View) -> set[int]:
-    """The storage of a tensor, and those that operators made of the whole of it element by element: what is cut of one
-    is cut of all, at the same place."""
+    """The storage of a tensor, and those made from all of it element by element: if one is cut, all are, in the same
+    place."""
     alike = {made.storage}
     for op in ops:
         if not op.is_view and _goes_on(op, alike, math.prod(made.shape)):
@@ -341,7 +348,7 @@ def made_alike(ops: Sequence[Op], made: View) -> set[int]:
 
 
 def _goes_on(op: Op, alike: Collection[int], size: int) -> bool:
-    """Whether an operator reads such a storage, all of it, and gives one with each element in the same place."""
+    """Whether an operator reads all of one of these storages, and writes each element to the same place."""
     if op.kind not in ("elementwise", "copy"):
         return False
     given = {(view.shape, view.strides) for view in op.outputs}
@@ -350,7 +357,7 @@ def _goes_on(op: Op, alike: Collection[int], size: int) -> bool:
 
 
 def heads_in(flow: Flow, between: set[int]) -> int | None:
-    """Heads of the attention that makes one of these storages; None if none does."""
+    """Number of heads of the attention that makes one of these storages; None if none does."""
     scores = [
         op.inputs[0].shape for op in flow.ops if (op.kind == "attention" or _is_softmax(op)) and made_by(op) & between
     ]
@@ -362,7 +369,7 @@ def heads_in(flow: Flow, between: set[int]) -> int | None:
 
 
 def _units_read(flow: Flow, tap: Tap, between: set[int]) -> set[int]:
-    """As how many units, which are no single features, the output of a linear is read."""
+    """Numbers of units in which the output of a linear is read; single features do not count as units."""
     width = features(tap.module)[1]
     if tap.output.storage not in between:
         return set()
@@ -373,7 +380,7 @@ def _units_read(flow: Flow, tap: Tap, between: set[int]) -> set[int]:
 def kind_and_units(
     flow: Flow, row: str, columns: tuple[str, ...], parts: dict[str, tuple[int, ...]], between: set[int]
 ) -> tuple[Literal["attention", "mlp"], tuple[int, ...]]:
-    """What lies between columns and row, and the numbers that a degree must divide: heads, or widths."""
+    """(what lies between columns and row, the numbers that a degree must divide: heads, or widths)."""
     widths = [w for c in columns for w in parts.get(c, (features(flow.taps[c].module)[1],))]
     row_width = features(flow.taps[row].module)[0]
     heads = heads_in(flow, between)

@@ -1,4 +1,4 @@
-"""Modules that tensor parallelism knows how to cut, and which dim of their weights holds what."""
+"""Modules that tensor parallelism can cut, and which dims of their weights hold input and output features."""
 
 import copy
 from collections.abc import Callable
@@ -8,22 +8,22 @@ from torch import nn
 
 
 def is_linear(module: nn.Module) -> bool:
-    """nn.Linear, or Hugging Face's Conv1D (a linear layer with its weight transposed)."""
+    """Whether a module is an nn.Linear, or Hugging Face's Conv1D (a linear layer with its weight transposed)."""
     return has_weight(module) and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
 
 
 def has_weight(module: nn.Module) -> bool:
-    """Whether the weight is a parameter of its own, not computed from others (spectral norm, weight norm)."""
+    """Whether its weight is a parameter, and not computed from others (spectral norm, weight norm)."""
     return module._parameters.get("weight") is not None
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """A convolution whose output channels each read all input channels."""
+    """Whether a module is a convolution in which every output channel reads all input channels."""
     return has_weight(module) and isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == 1
 
 
 def is_product(module: nn.Module) -> bool:
-    """A module that may be cut by its output features, or by its input features."""
+    """Whether a module may be cut by its output features or by its input features."""
     return is_linear(module) or is_convolution(module)
 
 
@@ -39,7 +39,7 @@ def output_dim(module: nn.Module) -> int:
 
 
 def counts_of(module: nn.Module) -> dict[str, int]:
-    """Whole numbers that a module keeps, by attribute: its own, and then those of plain objects that it keeps, as
+    """Whole numbers among a module's attributes: its own, and then those of plain objects in its attributes, as
     "config.num_heads"."""
     own = vars(module)
     found = {name: value for name, value in own.items() if type(value) is int}
@@ -56,8 +56,8 @@ def _is_plain(name: str, value: Any) -> bool:
 
 
 def divide_count(module: nn.Module, attribute: str, degree: int) -> Callable[[], None]:
-    """Divide one of these numbers for this module alone; what undoes it. Of an object that others keep as well the
-    module gets a copy."""
+    """Divide one of these numbers, for this module alone. Returns what undoes it. If the number belongs to an object
+    that other modules hold, too, the module gets a copy of the object."""
     name, _, key = attribute.partition(".")
     before = getattr(module, name)
     if key:

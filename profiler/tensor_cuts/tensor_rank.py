@@ -1,4 +1,4 @@
-"""A layer as one of several tensor-parallel ranks runs it: cut weights, and copies in place of collectives."""
+"""Runs a layer as one of several tensor-parallel ranks: with cut weights, and with copies in place of collectives."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from .tensor_modules import divide_count
 
 
 class CutRunError(ValueError):
-    """A layer does not run with its weights cut. module: in which of its modules it broke off."""
+    """A layer does not run with its weights cut. module: name of its module that failed."""
 
     def __init__(self, message: str, module: str) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ def run_cut(
     run = LayerRun(fake, chain, index, shapes, size, seq_len)
     rank = TensorRank(run, cuts, degree, seq_len, sequence_dims)
     with fake.mode or nullcontext(), rank.applied(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a loss on a slice warns of targets that are whole
+        warnings.simplefilter("ignore")  # a loss of a slice warns that targets are whole
         try:
             seen = run.run(arrive=rank.arrive, backward=backward)
         except ValueError as error:
@@ -93,7 +93,7 @@ class TensorRank:
         self._narrowed: set[int] = set()
 
     def arrive(self, crossing: Crossing, tensor: torch.Tensor) -> torch.Tensor:
-        """What arrives of a tensor: a slice of the sequence, in that mode."""
+        """The tensor that arrives in place of one from an earlier layer: a slice of it, if it is in `sequence_dims`."""
         dim = None if self._sequence_dims is None else self._sequence_dims.get(crossing.producer)
         if dim is None:
             return tensor
@@ -103,7 +103,7 @@ class TensorRank:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Cut the module in place, and restore it."""
+        """While it lasts, the layer's weights and attributes are cut, and its hooks are there."""
         with ExitStack() as undo:
             for cut in self._cuts:
                 self._cut_parameters(cut, undo)
@@ -131,7 +131,7 @@ class TensorRank:
             undo.callback(parameters.__setitem__, key, whole)
 
     def _without_padding(self, cut: TensorCut, undo: ExitStack) -> None:
-        """A padding row may be on another rank."""
+        """Let modules have no padding row, which may be on another rank."""
         for name in cut.columns:
             module = self._modules[name]
             if getattr(module, "padding_idx", None) is not None:
@@ -139,7 +139,8 @@ class TensorRank:
                 setattr(module, "padding_idx", None)  # noqa: B010
 
     def read_narrowed(self, ops: Sequence[Op]) -> Op | None:
-        """The first operator that reads an input as its module was shown it."""
+        """The first operator that reads an input in the narrow form in which only its shape counts; None if none
+        does."""
         return next((op for op in ops if any(view.storage in self._narrowed for view in op.inputs)), None)
 
     def _narrow(self, cut: TensorCut, undo: ExitStack) -> None:
@@ -202,7 +203,7 @@ class TensorRank:
         return self._take_heads(output, output.dim() - 1)
 
     def _take_heads(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's part along dim, whose gradient is that of all ranks."""
+        """This rank's part of a tensor along dim; in backward the gradients of all ranks are gathered."""
         if x.requires_grad:
             self.collectives.append(Collective("all_gather", "backward", self._run.storages.size(x)))
         own: torch.Tensor = _Scatter.apply(x, dim, self._degree, self._run.recorder)
@@ -224,7 +225,8 @@ class TensorRank:
         return hook
 
     def _entering(self, given: torch.Tensor, entry: str) -> torch.Tensor:
-        """What columns get: each distinct input is gathered (sequence mode) and its gradient summed once."""
+        """What columns read for a tensor: each tensor is gathered once if it is a slice of the sequence, and its
+        gradient is summed once."""
         if id(given) in self._entered:
             return self._entered[id(given)][1]
         dim = self._sequence_dim if self._has_length(given, self._slice_length) else None
@@ -261,7 +263,7 @@ class TensorRank:
 
     @property
     def rank(self) -> int:
-        """As which of the ranks the layer runs."""
+        """Number of the rank that this one stands for."""
         return 0
 
     @property
@@ -294,7 +296,7 @@ class TensorRank:
             recorder.kind = before
 
     def _has_length(self, value: Any, length: int) -> bool:
-        """Whether a trained tensor has that many positions where the layer's inputs have the sequence."""
+        """Whether a trained tensor has this length along the dim in which the layer's inputs have the sequence."""
         dim = self._sequence_dim
         return (
             dim is not None
@@ -306,10 +308,10 @@ class TensorRank:
 
 
 class OwnHeads:
-    """Hooks of a module that is given, or returns, tensors with a row for each head: inside, those of this rank's.
+    """Hooks of a module that is given or returns tensors with a row for each head: its code sees this rank's rows.
 
-    take(tensor, dim): this rank's part. join(tensor, dim): the parts of all ranks. What is returned as it was given is
-    returned whole, and nothing is sent for it.
+    take(tensor, dim): this rank's part. join(tensor, dim): the parts of all ranks. A tensor that the module returns as
+    it was given stays whole, and nothing is sent for it.
     """
 
     def __init__(
@@ -322,7 +324,7 @@ class OwnHeads:
         self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Hook before the forward."""
+        """Hook before the forward: put this rank's rows in the place of whole tensors."""
         self._taken = []  # a repetition in backward ends before `leave`
         leaves, tree = tree_flatten((args, kwargs))
         for place, dim in self._cut.given.items():
@@ -332,14 +334,14 @@ class OwnHeads:
         return tree_unflatten(leaves, tree)
 
     def _own(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's heads, of every sample if samples and heads are one dim, the first."""
+        """This rank's heads; of every sample, if samples and heads share the first dim."""
         heads = self._cut.units[0]
         if dim or whole.shape[0] == heads:
             return self._take(whole, dim)
         return self._take(whole.unflatten(0, (-1, heads)), 1).flatten(0, 1)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """A hook that runs after the forward."""
+        """Hook after the forward: put whole tensors in the place of this rank's rows."""
         leaves, tree = tree_flatten(output)
         taken, self._taken = self._taken, []
         for place, dim in self._cut.returned.items():
@@ -349,15 +351,16 @@ class OwnHeads:
 
 
 class OwnWidth:
-    """Hooks of a module that takes the number of its features off the shape of its inputs (B, T, C = x.shape): its code
-    is shown tensors of those shapes with one rank's features, which have no numbers of their own, and its columns read
-    the whole. Repetitions in backward are given what was shown, so it says by itself what it stands for."""
+    """Hooks of a module whose code takes the number of features from the shape of its inputs (B, T, C = x.shape). The
+    code is shown tensors with one rank's features, which have a shape and no numbers; its columns read the whole
+    inputs. What is shown carries the tensor that it stands for, because repetitions in backward are given only what was
+    shown."""
 
     def __init__(self, places: Sequence[int], degree: int) -> None:
         self._places, self._degree = places, degree
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Hook before the module's forward."""
+        """Hook before the forward: put narrow tensors in the place of whole ones."""
         leaves, tree = tree_flatten((args, kwargs))
         for place in self._places:
             given = leaves[place]
@@ -367,7 +370,7 @@ class OwnWidth:
 
     @staticmethod
     def whole(x: torch.Tensor) -> torch.Tensor:
-        """What a column reads in place of what it is given."""
+        """The whole tensor that x stands for; x itself if it stands for no other."""
         found: torch.Tensor = getattr(x, _STANDS_FOR, x)
         return found
 

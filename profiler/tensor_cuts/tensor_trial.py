@@ -1,4 +1,5 @@
-"""Whether a layer still computes the same with weights cut: its operators whole, beside those of the trial."""
+"""Whether a layer with cut weights still computes the same, by comparing its operators with those of the whole
+layer."""
 
 import math
 import operator
@@ -25,8 +26,8 @@ def sequence_problem(
     degree: int,
     output_dims: Sequence[int | None],
 ) -> str:
-    """Why a layer cannot run on a slice of the sequence, as the trial `cut` shows; "" if it can. unsliced: the same
-    cuts on the whole sequence."""
+    """Why a layer cannot run on a slice of the sequence; "" if it can. whole: a run of it with nothing cut. unsliced:
+    with the cuts, on the whole sequence. cut: with the cuts, on a slice."""
     for spec, sliced, dim in zip(whole.outputs, cut.outputs, output_dims, strict=True):
         expected = list(spec.shape)
         if dim is not None:
@@ -51,9 +52,9 @@ def sequence_problem(
 
 
 def _slicing_problem(whole: Sequence[Op], sliced: Sequence[Op]) -> str:
-    """An operator that does not do to each token what it does to any other, wherever it is: one that numbers or counts
-    them, moves them, takes some or joins them in pairs. The runs differ in nothing but the slices. "" if there is
-    none."""
+    """Why slices of the sequence fail: an operator does not treat all tokens alike, wherever they are. It numbers or
+    counts them, moves them, takes some or joins them in pairs. "" if no operator does. The two runs must differ in
+    nothing but the slices."""
     if [op.name for op in whole] != [op.name for op in sliced]:
         return OTHER_OPERATORS
     for a, b in zip(whole, sliced, strict=True):
@@ -63,8 +64,8 @@ def _slicing_problem(whole: Sequence[Op], sliced: Sequence[Op]) -> str:
 
 
 def _gathering_problem(whole: Sequence[Op], cut: Sequence[Op], columns: set[str]) -> str:
-    """A column that multiplies fewer rows than in the whole layer: what it reads has its tokens in another form than
-    the sequence (all of a batch in one dim), so that they are not gathered. "" if there is none."""
+    """Why slices of the sequence fail: a column multiplies fewer rows than in the whole layer. Its input holds tokens
+    in another form than the sequence (all of a batch in one dim), so they are not gathered. "" if no column does."""
     for a, b in zip(whole, cut, strict=True):
         if a.module in columns and a.shape and b.shape and a.shape[0] != b.shape[0]:
             return f"because {a.module} reads tokens that are not gathered"
@@ -77,13 +78,14 @@ def forward_ops(seen: Observation) -> list[Op]:
 
 
 def ops_of_model(seen: Observation) -> list[Op]:
-    """Operators that the model runs: of its forward and, in the backward, of functions and hooks of its own."""
+    """The operators that run the model's own code: those of the forward, and in the backward those of its own functions
+    and hooks."""
     return [op for op in seen.ops if not op.backward or op.own]
 
 
 def aligned(whole: Sequence[Op], cut: Sequence[Op]) -> tuple[list[Op], list[Op]]:
-    """The operators of both runs, a reshape as one view in both where it had to copy in one of them alone: a head of
-    keys that is repeated for several of queries is a view where a rank has no other."""
+    """The operators of both runs, in pairs. A reshape that copies in one run and is a view in the other counts as a
+    view in both: keys whose heads are repeated for several heads of queries are a view on a rank with a single head."""
     found: tuple[list[Op], list[Op]] = [], []
     places = [0, 0]
     while places[0] < len(whole) and places[1] < len(cut):
@@ -99,21 +101,21 @@ def aligned(whole: Sequence[Op], cut: Sequence[Op]) -> tuple[list[Op], list[Op]]
 
 
 def _copies_to_reshape(ops: Sequence[Op], place: int) -> bool:
-    """Whether an operator copies what the next one then views in another shape, as torch.reshape does."""
+    """Whether an operator copies a tensor that the next one views in another shape, as torch.reshape does."""
     names = [op.name for op in ops[place : place + 2]]
     return names == ["clone", "_unsafe_view"] and ops[place].outputs[0].storage == ops[place + 1].inputs[0].storage
 
 
 def working(ops: Sequence[Op]) -> tuple[str, ...]:
-    """Names of those operators that are no views, in order."""
+    """Names of the operators that are not views, in order."""
     return tuple(op.name for op in ops if not op.is_view)
 
 
 OTHER_OPERATORS = "because the layer runs other operators when it is cut"
 
 _DIM_SECOND = {"topk": -1, "kthvalue": -1, "norm": None, "linalg_vector_norm": None}
-"""Reductions whose first argument is a count or an exponent, and whose dim comes second, with the dim if none is given:
-None is all."""
+"""Reductions whose first argument is a count or an exponent and whose second is the dim -> the dim if none is given;
+None stands for all dims."""
 
 _REDUCTIONS = {
     "mean",
@@ -148,7 +150,8 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 
 
 def reduction_problem(whole: Sequence[Op], cut: Sequence[Op], rows: set[str]) -> str:
-    """An operator that would sum or normalise over a slice instead of the whole; rows: where that is wanted."""
+    """Why a cut fails: an operator would sum or normalise over a slice of what it reduces; "" if none would. rows:
+    modules that may do so."""
     if [op.name for op in whole] != [op.name for op in cut]:
         return OTHER_OPERATORS
     for a, b in zip(whole, cut, strict=True):
@@ -170,8 +173,8 @@ def reduction_problem(whole: Sequence[Op], cut: Sequence[Op], rows: set[str]) ->
 
 
 def _reduces_as_before(a: Op, b: Op) -> bool:
-    """Whether a convolution still sums over all its inputs, or a group norm has groups of the size they had, over as
-    many places."""
+    """Whether a convolution still sums over all of its inputs, or a group norm's groups still have their number of
+    channels and places."""
     if a.name == "convolution":
         return a.shape is not None and b.shape is not None and a.shape[1] == b.shape[1]
     if a.name == "native_group_norm":
@@ -194,34 +197,35 @@ def _reduced(op: Op) -> tuple[int, ...]:
 
 
 _ONE_NUMBER = {"empty", "empty_strided", "zeros", "ones", "full", "scalar_tensor"}
-"""Operators that make a tensor of one number, or of none that is read."""
+"""Operators that make a tensor whose elements are all one number, or are not read before they are written."""
 
 _AS_LARGE = {"empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
-"""Operators that make a tensor as another one is, of one number or none."""
+"""Operators that make such a tensor, of the size of another one."""
 
 _DROPS = {"native_dropout", "bernoulli_"}
-"""Operators of torch's dropouts, of whose masks each rank takes its own part."""
+"""Operators inside of torch's dropouts; each rank takes its own part of their masks."""
 
 _DRAWS = {*_DROPS, "bernoulli", "rand_like", "randn_like", "normal_", "uniform_", "exponential_"}
-"""Operators that draw what every rank draws alike, outside of those."""
+"""Operators that draw the same on every rank, unless they are inside of torch's dropouts."""
 
 _EACH_ALONE = _DROPS | {
     *("complex", "polar", "floor_divide", "embedding", "index", "repeat", "roll", "flip", "constant_pad_nd"),
     "_prelu_kernel",
 }
-"""Operators beside those of one element that do the same to every feature, in whatever place, or which order_problem
-looks at."""
+"""Operators that do the same to every feature wherever it is, besides those that work element by element. Some are here
+because order_problem looks at them."""
 
 _LISTS_SIZES = _ONE_NUMBER | _AS_LARGE | {"_unsafe_view", "native_layer_norm", "view", "expand"}
-"""Operators whose lists of numbers are sizes, of what is cut as well."""
+"""Operators whose lists of numbers are sizes, which may count what is cut."""
 
 _COUNTS_CHANNELS = {"native_group_norm", "convolution"}
-"""Operators whose numbers count channels or groups of them; reduction_problem looks at them."""
+"""Operators whose numbers count channels or groups of channels; reduction_problem looks at them."""
 
 
 def number_problem(whole: Sequence[Op], cut: Sequence[Op], rows: set[str]) -> str:
-    """An operator that takes another number, or makes other ones, because there is less of what is counted, or of which
-    it is not known that it treats every feature alike: what comes of that is no slice. "" if there is none."""
+    """Why a cut fails: an operator is given another number because there is less of what it counts, or numbers what is
+    cut, or is not known to treat all features alike. Its result would not be a slice of the whole. "" if there is
+    none."""
     for a, b in zip(whole, cut, strict=True):
         where = f"in {a.module or 'the layer'}"
         made = any(u.shape != v.shape for u, v in zip(a.outputs, b.outputs, strict=True))
@@ -239,8 +243,8 @@ def number_problem(whole: Sequence[Op], cut: Sequence[Op], rows: set[str]) -> st
 
 
 def _counts(whole: Op, cut: Op, changed: Sequence[Sequence[int]]) -> bool:
-    """Whether an operator takes another number than that of the whole layer, where what it is given has not another
-    size. changed: [input] -> its dims that are cut."""
+    """Whether an operator is given another number than in the whole layer, which is not due to its input being smaller.
+    changed: [input] -> the dims of it that are cut."""
     if whole.name == "repeat":  # of one row as many as there are, be it of keys for all heads
         each = zip(*map(reversed, (whole.arguments[0], cut.arguments[0], whole.inputs[0].shape)), strict=False)
         return any(times != others and size > 1 for times, others, size in each)
@@ -255,22 +259,22 @@ def _counts(whole: Op, cut: Op, changed: Sequence[Sequence[int]]) -> bool:
 
 
 def _numbers(op: Op) -> list[float]:
-    """Numbers that an operator is given, those in lists as well, unless they are sizes."""
+    """The numbers that an operator is given, also those in lists, unless these are sizes."""
     found = [a for a in op.arguments if isinstance(a, int | float)]
     lists = (a for a in op.arguments if isinstance(a, list | tuple) and op.name not in _LISTS_SIZES)
     return found + [a for each in lists for a in each if isinstance(a, int | float)]
 
 
 _OF_NEIGHBOURS = re.compile(r"(?:max_pool|avg_pool|_?adaptive_|upsample_|reflection_pad|replication_pad).*?(\d)d")
-"""Operators that read neighbours along as many last dims as their name says."""
+"""Operators that read neighbours along their last dims; the number in the name says along how many."""
 
 _ALONG_ONE_DIM = {"gather", "scatter", "scatter_add", "index_select", "index_add", "glu"}
 """Operators that move or join values along the dim that is their first argument."""
 
 
 def _treats_alike(op: Op, changed: Sequence[Sequence[int]]) -> bool:
-    """Whether an operator does to a feature what it does to any other; reduction_problem sees to those that reduce.
-    changed: [input] -> its dims that are cut."""
+    """Whether an operator does the same to every feature. Reductions are left to reduction_problem. changed: [input] ->
+    the dims of it that are cut."""
     last, pooled = max(changed[0], default=-1), _OF_NEIGHBOURS.match(op.name)
     if op.name == "convolution":
         return last < 2
@@ -287,14 +291,14 @@ def _treats_alike(op: Op, changed: Sequence[Sequence[int]]) -> bool:
 
 @cache
 def _is_of_one_element(name: str) -> bool:
-    """Whether torch calls an operator pointwise, or that of which it is the form in place (gelu_ is not called so)."""
+    """Whether an operator works element by element, by torch's tags. (gelu_ has no such tag, but gelu has.)"""
     forms = (getattr(torch.ops.aten, each, None) for each in (name, name.removesuffix("_")))
     return any(torch.Tag.pointwise in getattr(form, o).tags for form in forms if form for o in form.overloads())
 
 
 def may_join(op: Op, size: int) -> bool:
-    """Whether an operator may join what lies along a dim of that size. Plain products do not, unless such a dim is what
-    they sum over, as that of a weight's gradient."""
+    """Whether an operator may join values along a dim of this size. A plain product does so only if it sums over such a
+    dim, as for the gradient of a weight."""
     plain = _ONE_NUMBER | _AS_LARGE | {"mm", "addmm"}
     if op.is_view or op.kind == "copy" or op.name in plain or _is_of_one_element(op.name):
         return False
@@ -302,7 +306,8 @@ def may_join(op: Op, size: int) -> bool:
 
 
 def leading_problem(modules: Mapping[str, nn.Module], whole: Sequence[Op], cut: Sequence[Op], trial: TensorCut) -> str:
-    """A slice of a column's features must be a slice of the leading feature dim wherever it is read.
+    """Why a cut fails: a slice of a column's features is not a slice of the leading feature dim wherever it is read; ""
+    if it is.
 
     Otherwise (features viewed as [3, heads, width] and heads divided) each rank would mix queries with keys.
     """
@@ -329,8 +334,8 @@ def leading_problem(modules: Mapping[str, nn.Module], whole: Sequence[Op], cut: 
 
 
 def order_problem(whole: Sequence[Op], cut: Sequence[Op], trial: TensorCut) -> str:
-    """Why a cut fails where an operator mixes the cut features with others, takes some of them, or moves them to other
-    places, so that a contiguous slice before it is none after it; "" if none does."""
+    """Why a cut fails: an operator mixes cut features with others, takes some of them, or moves them, so that a rank's
+    slice would no longer be a contiguous slice; "" if none does."""
     columns = {
         name: [v for op in whole if op.module == name and not op.is_view for v in op.outputs] for name in trial.columns
     }
@@ -340,8 +345,8 @@ def order_problem(whole: Sequence[Op], cut: Sequence[Op], trial: TensorCut) -> s
 
 
 def _moving_problem(whole: Sequence[Op], cut: Sequence[Op], own: set[int], fused: set[int]) -> str:
-    """The same of any operators. own: storages of what columns give, of which _moves has no say; fused: of those that
-    give several parts."""
+    """The same for operators that need not follow columns. own: storages that columns write, where `_moves` is not
+    asked. fused: those of them with several parts."""
     folded: dict[View, int] = {}
     for a, b in zip(whole, cut, strict=True):
         where = f"in {a.module or 'the layer'}"
@@ -363,9 +368,9 @@ def _moving_problem(whole: Sequence[Op], cut: Sequence[Op], own: set[int], fused
 
 
 def _keeps_order(given: View, dim: int, made: View, made_dim: int, folded: dict[View, int]) -> bool:
-    """Whether a view leaves what is cut along dim of what it is given in its order along made_dim. folded: how often
-    what is cut begins anew along the dim that is cut, of views that have it in one dim with dims before it, as bmm
-    takes windows and heads; the view may become one, or one that was may be undone."""
+    """Whether a view keeps the order of what is cut: along `dim` of its input, and along `made_dim` of its result.
+    folded: view -> how often the cut features start anew along the cut dim, if dims before it were joined with it, as
+    bmm joins windows and heads. It gets an entry for `made`, which may join such dims or take them apart again."""
     outside, made_outside = math.prod(given.shape[:dim]), math.prod(made.shape[:made_dim])
     times = folded.get(given, 1)
     if outside * times == made_outside:
@@ -377,8 +382,8 @@ def _keeps_order(given: View, dim: int, made: View, made_dim: int, folded: dict[
 
 
 def _keeps_folded(whole: Op, cut: Op, folded: dict[View, int]) -> bool:
-    """Whether an operator treats what is cut and folded alike, and nothing else that is cut beside it. Draws do not:
-    of a mask a rank takes one piece."""
+    """Whether an operator on joined dims treats everything along them alike, and no other cut input is joined
+    otherwise. Dropouts do not, for a rank takes one piece of their mask."""
     pairs = list(zip(whole.inputs, cut.inputs, strict=True))
     times = {folded.get(u, 1) for u, v in pairs if _changed(u, v)}
     if not times - {1}:
@@ -402,8 +407,9 @@ _PICKS_ANYWHERE = {"diagonal", "as_strided", "unfold"}
 
 
 def _moves(whole: Op, cut: Op, place: int, columns: set[int]) -> bool:
-    """Whether an operator gives the cut features of its input `place` in other places. columns: storages of what the
-    columns give, of which parts_of has seen to it that a rank has its share of each part."""
+    """Whether an operator moves the cut features of its input number `place`, takes some of them, or joins them with
+    others. columns: storages that columns write; if they have several parts, parts_of has made sure that a rank has its
+    share of each."""
     given = whole.inputs[place]
     dims = _changed(given, cut.inputs[place])
     if not dims:
@@ -431,7 +437,7 @@ def _moves(whole: Op, cut: Op, place: int, columns: set[int]) -> bool:
 
 
 def _padded(pad: Op, dim: int) -> bool:
-    """Whether a pad adds or takes places along a dim of its input: its numbers begin with the last dim."""
+    """Whether a pad adds or removes elements along a dim of its input. (Its numbers begin with the last dim.)"""
     first = 2 * (len(pad.inputs[0].shape) - 1 - dim)
     return any(pad.arguments[0][first : first + 2])
 
