@@ -1,1 +1,1 @@
-"""What users ask: the best plan, why this one and not another, why nothing fits, what if."""
+"""Answers to what users ask: the best plan, why this one and not another, why nothing fits, what if."""

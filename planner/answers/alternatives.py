@@ -1,7 +1,8 @@
-"""The one list of what was weighed beside a plan: made by the search, kept in the plan's document, shown everywhere.
+"""The one list of layouts that were weighed beside a plan: made by the search, stored in the plan's document, and shown
+everywhere.
 
-First the best of each other family of layouts, fastest first; then what else fits; then what does not. The terminal,
-the report, `explain` and JSON take it from here, so that all say the same of the same layout.
+First comes the best of each other family of layouts, fastest first; then what else fits; then what does not fit.
+Terminal, report, `explain` and JSON all read this list, so they say the same of the same layout.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,13 +26,13 @@ from .explain import compared, unless_measured
 from .verdict import THE_PLAN, Verdict, VerdictKind
 
 SHOWN = 3
-"""Alternatives of other families that a terminal shows."""
+"""Number of alternatives that a terminal shows."""
 
 WORTH_A_WORD = 0.01
-"""Share of a GPU's budget by which memory differs before it is mentioned."""
+"""Share of a GPU's budget from which on a difference in memory is mentioned."""
 
 AGREES = 1e-9
-"""Relative: a step that is priced anew is the one that was kept."""
+"""Relative difference up to which a step that is priced again counts as equal to the stored one."""
 
 _MECHANISMS = {
     "tensor": "tensor parallelism",
@@ -39,12 +40,12 @@ _MECHANISMS = {
     "expert": "expert parallelism",
     "pipeline": "a pipeline",
 }
-"""Degree -> what people call it."""
+"""Field of Degrees -> how people call it."""
 
 
 def family(degrees: Degrees) -> tuple[bool, ...]:
-    """What makes layouts of one family: the kinds of parallelism, however many ways each. Replicas of shards (HSDP) are
-    a kind of their own where nothing else splits the model."""
+    """Key of a layout's family: which kinds of parallelism it uses, whatever their degrees. HSDP (replicas of shards)
+    is a kind of its own if nothing else splits the model."""
     split = tuple(getattr(degrees, name) > 1 for name in _MECHANISMS)
     shards = degrees.data_shard > 1
     return (*split, shards, shards and degrees.data_replicate > 1 and not any(split))
@@ -52,8 +53,8 @@ def family(degrees: Degrees) -> tuple[bool, ...]:
 
 @dataclass(frozen=True)
 class Trade:
-    """What taking another layout instead of the plan gives and costs. more_bytes: memory of the fullest GPU beyond the
-    plan's, budget_bytes: what a plan may use of it; needs: what it does otherwise than the plan, in words."""
+    """What another layout would give and cost, compared with the plan. more_bytes: memory of the fullest GPU, less that
+    of the plan's. budget_bytes: what a plan may use of that GPU. needs: what the layout does differently, in words."""
 
     more_bytes: float
     budget_bytes: float
@@ -67,7 +68,7 @@ class Trade:
 
 
 def trade(candidate: Candidate, plan: Plan, found: Estimate) -> Trade | None:
-    """What a candidate would trade; None for what does not fit, is not legal, or is the plan."""
+    """What choosing a candidate would give and cost; None if it does not fit, is not legal, or is the plan."""
     if candidate.plan is None or candidate.estimate is None or candidate.verdict.kind is VerdictKind.PLAN:
         return None
     fullest = max(found.memory, key=lambda stage: stage.device_bytes)
@@ -89,7 +90,7 @@ def _needs(other: Plan, plan: Plan) -> Iterable[str]:
 
 
 def _recomputed(plan: Plan) -> str:
-    """How many of a plan's blocks recompute, as "10 of 32 layers"; of other layers, where no block does; "": none."""
+    """How many of a plan's blocks recompute, as "10 of 32 layers"; of all layers, if no block does; "" if none does."""
     for layers in (blocks_of(plan), plan.layers):
         again = sum(layer.recompute != "none" for layer in layers)
         if again:
@@ -98,14 +99,15 @@ def _recomputed(plan: Plan) -> str:
 
 
 def ordered(candidates: Sequence[Candidate], plan: Plan) -> tuple[Candidate, ...]:
-    """The list: the best of each family other than the plan's, what else fits by its step, what does not fit."""
+    """The candidates in the order of the list: the best of each family other than the plan's, then those that fit by
+    their step, then those that do not fit."""
     first = of_other_families(candidates, plan, len(candidates))
     fitting = [c for c in candidates if c.plan is not None and c not in first]
     return (*first, *sorted(fitting, key=lambda c: c.seconds), *(c for c in candidates if c.plan is None))
 
 
 def of_other_families(candidates: Sequence[Candidate], plan: Plan, most: int = SHOWN) -> tuple[Candidate, ...]:
-    """The fastest candidate of each family other than the plan's, fastest first, `most` of them."""
+    """The fastest candidate of each family other than the plan's, fastest first, at most `most`."""
     best: dict[tuple[bool, ...], Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: c.seconds):
         if candidate.plan is not None and candidate.verdict.kind is not VerdictKind.PLAN:
@@ -114,8 +116,8 @@ def of_other_families(candidates: Sequence[Candidate], plan: Plan, most: int = S
 
 
 def shown(candidates: Sequence[Candidate], plan: Plan) -> tuple[Candidate, ...]:
-    """What a terminal shows: the best of other families; where there are too few, other layouts, each once with its
-    best choices."""
+    """The alternatives that a terminal shows: the best of other families, and if these are too few, other layouts, each
+    once with its best choices."""
     others = of_other_families(candidates, plan)
     kept = list(others)
     layouts = {c.plan.label for c in others if c.plan is not None}
@@ -128,13 +130,13 @@ def shown(candidates: Sequence[Candidate], plan: Plan) -> tuple[Candidate, ...]:
 
 
 def in_words(candidate: Candidate, plan: Plan, found: Estimate) -> str:
-    """What became of a candidate, and what it would trade."""
+    """A candidate's verdict, and what choosing it would give and cost."""
     traded = str(trade(candidate, plan, found) or "")
     return f"{candidate.verdict}{f'; {traded}' if traded else ''}"
 
 
 def kept(candidates: Iterable[Candidate], cluster: ClusterSpec) -> tuple[Alternative, ...]:
-    """The list as a plan's document keeps it. cluster: the plan's."""
+    """The list in the form in which a plan's document stores it. cluster: that of the plan."""
     return tuple(_kept(candidate, cluster) for candidate in candidates)
 
 
@@ -180,9 +182,9 @@ def _runs(stage: Stage) -> tuple[WeighedLayers, ...]:
 
 
 def restored(plan: Plan, found: Estimate, profile: ModelProfile) -> tuple[Candidate, ...]:
-    """The list that a plan's document keeps, each layout with its plan and estimate; empty where it keeps none.
+    """The list that a plan's document stores, each layout with its plan and estimate; empty if it stores none.
 
-    found: the plan's estimate. A verdict is the one that was kept, unless something is priced otherwise by now.
+    found: the plan's estimate. Verdicts are the stored ones, except where a step is now priced differently.
     """
     return tuple(_restored(each, plan, found, profile) for each in plan.alternatives)
 

@@ -1,4 +1,4 @@
-"""Which of the user's pins leave no legal shape, and the rule that excludes what they allow."""
+"""Which of the user's pins exclude every legal shape, and the rule that makes them do so."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,27 +23,29 @@ from ..plan.training import TrainingSpec
 from ..solve.space import Space
 
 _COULD_BE_ONE = ("tensor", "sequence", "context", "expert")
-"""What layouts need not have: rules on it excluded others than those without it."""
+"""Degrees that may be 1. A rule about one of these has excluded only shapes that use it, so it is named last."""
 
 
 def is_legal(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins) -> bool:
-    """Whether any shape agrees with the pins and breaks no rule."""
+    """Whether some shape agrees with the pins and breaks no rule."""
     return next(Space(profile, cluster, training, pins, counted=False).families(), None) is not None
 
 
 @dataclass(frozen=True)
 class Blame:
-    """The few pins that leave no legal shape, in words, and the rule that excludes what they allow."""
+    """The few pins, in words, that together leave no legal shape, and the rule that excludes the shapes which they
+    allow."""
 
     pins: tuple[str, ...]
     rule: str
 
 
 def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins) -> Blame | None:
-    """Which pins leave no legal shape, and why; None where pins are not to blame."""
+    """The pins that leave no legal shape, and why; None if pins are not to blame."""
 
     def said(some: Pins) -> Pins:
-        """With a micro-batch where the loss couples samples, so that its absence is not to blame for everything."""
+        """The pins; if the loss couples samples and no micro-batch is pinned, with one, so that its absence is not
+        blamed for everything."""
         return replace(some, micro_batch=1) if profile.coupling and some.micro_batch is None else some
 
     beyond = replace(Pins(), everything=pins.everything, parts=pins.parts, offload_activations=pins.offload_activations)
@@ -65,16 +67,16 @@ def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, 
 
 
 def _rejected(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins) -> Mapping[str, int]:
-    """Rule -> shapes that it excludes, of pins that no legal shape agrees with."""
+    """Rule -> number of shapes that it excludes, for pins without legal shapes."""
     space = Space(profile, cluster, training, pins)
     assert next(space.families(), None) is None
     return space.rejected
 
 
 def _first(rejected: Mapping[str, int], pinned: Sequence[str]) -> str | None:
-    """Of rules that begin with the name of something pinned, of those with no name, of those about what every layout
-    has, as a micro-batch, and of those about what nobody asked for and layouts need not have, in this order, the one
-    that excludes most; None where nothing was there to be excluded."""
+    """The rule to name: one that begins with the name of a pin, else one without a name, else one on what every layout
+    has (such as a micro-batch), else one on what layouts need not have. Of several such rules the one that excludes
+    most shapes; None if there are no rules."""
     names = {words.partition("=")[0] for words in pinned}
 
     def rank(rule: str) -> tuple[int, int]:
@@ -89,8 +91,8 @@ def _first(rejected: Mapping[str, int], pinned: Sequence[str]) -> str | None:
 
 
 def _of_a_framework(left: Pins) -> str | None:
-    """Why the framework that plans are asked for runs none with a schedule, sharding or context ranks that are pinned,
-    or None."""
+    """Why the framework runs no plan with the schedule, sharding or context ranks that are pinned; None if that is not
+    the reason."""
     framework = left.framework
     if framework is None:
         return None
@@ -104,7 +106,8 @@ def _of_a_framework(left: Pins) -> str | None:
 
 
 def _of_a_pin(profile: ModelProfile, training: TrainingSpec, left: Pins, num_devices: int) -> str | None:
-    """The rule that excludes what one of the pins says, whatever the others do; more shapes may break other rules."""
+    """The rule that excludes what a single pin asks for, whatever the other pins are, even if other rules exclude more
+    shapes; None if there is none."""
     if left.expert not in (None, 1):  # where no ranks may be shards there is no shape that could be rejected for it
         by_experts = expert_rule(profile, left.expert) or _with_shards(profile, training, left, "expert")
         if by_experts is not None:
@@ -144,13 +147,14 @@ def _of_a_pin(profile: ModelProfile, training: TrainingSpec, left: Pins, num_dev
 
 
 def _with_shards(profile: ModelProfile, training: TrainingSpec, left: Pins, name: str) -> str | None:
-    """The rule that excludes fully_shard, which a pin asks for without its name, or None."""
+    """The rule that excludes fully_shard, which the pin `name` needs without saying so; None if nothing does."""
     rule = sharding_rule(profile, training.precision)
     return None if rule is None else f"{rule}; {name}={getattr(left, name)} is run with fully_shard, too"
 
 
 def _numbers_rule(pins: Pins, cluster: ClusterSpec, training: TrainingSpec) -> str | None:
-    """What of the pinned degrees and micro-batch does not divide the GPUs or the batch, or None."""
+    """Which of the pinned degrees or the micro-batch does not divide the GPUs or the batch, in words; None if all
+    do."""
     degrees = ("tensor", "context", "pipeline", "data_replicate", "data_shard")
     pinned = {name: value for name in degrees if (value := getattr(pins, name)) is not None}
     product, count = math.prod(pinned.values()), cluster.num_devices
@@ -173,7 +177,7 @@ def _numbers_rule(pins: Pins, cluster: ClusterSpec, training: TrainingSpec) -> s
 
 
 def _unreachable(pins: Pins, cluster: ClusterSpec, training: TrainingSpec) -> str:
-    """Why the space has no shape with these pins, not even one that a rule excludes."""
+    """Why no shape at all has these pins, not even one that a rule excludes."""
     if pins.sequence_ways not in (None, 1):
         ways = pins.sequence_ways
         return f"tokens are split {ways} ways by tensor={ways} with sequence parallelism, or by context parallelism"

@@ -1,4 +1,4 @@
-"""One layout beside the plan, with what became of it."""
+"""One layout that was weighed beside the plan, and why it is not the plan."""
 
 from dataclasses import dataclass, field
 
@@ -9,9 +9,10 @@ from .verdict import Verdict
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout beside the plan; without plan and estimate it does not fit or is not legal, as the verdict says.
+    """One layout that was weighed beside the plan. If plan and estimate are None it does not fit or is not legal; the
+    verdict says which.
 
-    by_rule: whether it is what a rule of thumb or a framework leads to.
+    by_rule: whether a rule of thumb or a framework leads to it.
     """
 
     label: str
@@ -23,7 +24,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The label as people read it: a rule that says FSDP may be at its best with all parameters gathered, which is
-        ZeRO-1 or ZeRO-2."""
+        """The label for people to read. A rule that is called FSDP may be fastest with all parameters gathered, which
+        is ZeRO-1 or ZeRO-2; then it says so."""
         stage = 3 if self.plan is None else self.plan.zero_stage
         return f"{self.label} as ZeRO-{stage}" if self.by_rule and self.label == "FSDP" and stage < 3 else self.label

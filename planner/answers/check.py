@@ -1,4 +1,5 @@
-"""Re-derives every limit of a Plan without the search or the solver: structure, divisibility, executability, memory."""
+"""Checks every limit of a Plan again, without the search and the solver: structure, divisibility, whether it can be
+run, memory."""
 
 from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import estimate
@@ -25,7 +26,7 @@ from .verdict import Verdict, VerdictKind, not_legal
 
 
 def check(plan: Plan, profile: ModelProfile | None = None, *, to_run: bool = True) -> list[str]:
-    """Violated limits in words; empty if the plan is sound. See `violations`."""
+    """The limits that a plan violates, in words; empty if there are none. See `violations`."""
     return [
         found.detail if found.kind is VerdictKind.ILLEGAL else str(found)
         for found in violations(plan, profile, to_run=to_run)
@@ -33,11 +34,11 @@ def check(plan: Plan, profile: ModelProfile | None = None, *, to_run: bool = Tru
 
 
 def violations(plan: Plan, profile: ModelProfile | None = None, *, to_run: bool = True) -> list[Verdict]:
-    """Violated limits, each illegal, not run or too large; empty if the plan is sound.
+    """The limits that a plan violates, each as illegal, not run or too large; empty if there are none.
 
-    Without a profile only what the document itself says is checked. With one: that the plan covers the model's layers
-    once and in order, that every cut divides, and that each stage fits its budget. to_run: whether that the executor
-    does not run something yet is a violation, too.
+    Without a profile only what the document itself says is checked. With one, also that the plan has the model's layers
+    once and in order, that every cut divides, and that each stage fits its budget. to_run: whether features that the
+    executor does not run yet are violations, too.
     """
     found = [not_legal(rule) for rule in (*_structure(plan), *_consistent(plan))]
     if to_run:
@@ -57,13 +58,14 @@ def violations(plan: Plan, profile: ModelProfile | None = None, *, to_run: bool 
 
 
 def unlike(plan: Plan, profile: ModelProfile) -> list[str]:
-    """What of a plan's layers and cuts is not as in the profile of its model, as where the document was changed; empty
-    if nothing is."""
+    """How the layers and cuts of a plan differ from its model's profile, as they may after somebody edits the document;
+    empty if they do not."""
     return [*_covers(plan, profile), *_divides(plan, profile), *_unknown_parts(plan, profile)]
 
 
 def _structure(plan: Plan) -> list[str]:
-    """Limits between the numbers of the document (Plan validates these when it is built; here for copies of it)."""
+    """Violated limits between numbers of the document. Plan checks them when it is made; here they are checked for
+    changed copies."""
     found = []
     degrees = plan.degrees
     if degrees.num_devices != plan.cluster.num_devices:
@@ -83,7 +85,7 @@ def _structure(plan: Plan) -> list[str]:
 
 
 def _consistent(plan: Plan) -> list[str]:
-    """Choices that do not go together."""
+    """Choices in the plan that do not go together."""
     found = []
     layers = plan.layers
     if plan.schedule in ZERO_BUBBLE and any(layer.recompute != "none" for layer in layers):
@@ -154,7 +156,7 @@ def _divides(plan: Plan, profile: ModelProfile) -> list[str]:
 
 
 def _runs(plan: Plan, profile: ModelProfile) -> list[str]:
-    """What cannot be run with this model."""
+    """Choices in the plan that cannot be run with this model."""
     rules = []
     if uses_fully_shard(shape_of(plan), plan.training) or plan.degrees.tensor > 1:  # as the search has it
         rules.append(sharding_rule(profile, plan.training.precision))

@@ -1,5 +1,5 @@
-"""The path of yes/no questions that people are told to walk, with a model's numbers: where the plan agrees, and what
-it would cost to follow the advice where it does not."""
+"""The path of yes/no questions that people are advised to walk, answered with a model's numbers: where the plan agrees,
+and what the advice would cost where it does not."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ from .why_not import best_of, first_that_fits, priced_answer
 
 @dataclass(frozen=True)
 class Step:
-    """One question answered. agrees: whether the plan does what a yes leads to; None where the answer is no."""
+    """One question with its answer. agrees: whether the plan does what a yes leads to; None if the answer is no."""
 
     question: Question
     yes: bool
@@ -45,7 +45,7 @@ class Step:
 
 @dataclass(frozen=True)
 class _Case:
-    """What all questions are about."""
+    """What all questions are asked about, and until when."""
 
     explorer: Explorer
     plan: Plan
@@ -53,11 +53,11 @@ class _Case:
     deadline: float
 
     def fits(self, pins: Pins) -> Closest | None:
-        """The leanest plan under these pins; None if none is legal."""
+        """The plan that holds least under these pins; None if none is legal."""
         return closest_plan(self.explorer, pins)
 
     def numbers(self, pins: Pins, closest: Closest | None, how: str) -> str:
-        """What that plan needs, in words; or the rule that excludes it."""
+        """What this plan needs, in words; if there is none, the rule that excludes it."""
         if closest is None:
             job = self.explorer
             found = blamed(job.profile, job.cluster, job.training, pins)
@@ -67,7 +67,7 @@ class _Case:
         return f"{how} the fullest GPU needs {format_bytes(memory.device_bytes)} and may use {budget}"
 
     def answered(self, question: Question, numbers: str, attempts: Sequence[Pins], agrees: bool) -> Step:
-        """The step for a yes: what following it costs, unless the plan agrees."""
+        """The step for a question whose answer is yes; unless the plan agrees, with what following the advice costs."""
         if agrees:
             return Step(question, True, numbers, True, "the plan agrees")
         other = first_that_fits(self.explorer, attempts, self.deadline)
@@ -78,10 +78,10 @@ class _Case:
 
 
 def walk(plan: Plan, found: Estimate, profile: ModelProfile, seconds: float = 20.0) -> tuple[Step, ...]:
-    """The questions in order until one's yes says how to lay the model out; then whether its sequences are long and,
-    where nothing fits as it is, whether recompute would spare splits.
+    """The questions in order, until a yes decides how to lay the model out. Then whether its sequences are long, and,
+    unless the model fits on one GPU as it is, whether recompute would make splitting unnecessary.
 
-    seconds: for pricing what the advice leads to.
+    seconds: time limit for pricing what the advice leads to.
     """
     case = _Case(Explorer(profile, plan.cluster, plan.training), plan, found, time.monotonic() + seconds)
     layout = tuple(_layout(case))
@@ -120,7 +120,7 @@ def _layout(case: _Case) -> Iterator[Step]:
 
 
 def _split(case: _Case, inside: Sequence[Pins], combined: Sequence[Pins]) -> Iterator[Step]:
-    """Tensor parallelism in the node, and where that does not do, with a pipeline."""
+    """Steps on tensor parallelism inside a host, and if that does not fit, on tensor parallelism with a pipeline."""
     degrees = case.plan.degrees
     leanest = [(pins, case.fits(pins)) for pins in inside]
     fitting = [(pins, closest) for pins, closest in leanest if closest is not None and closest.over_bytes <= 0]
@@ -162,8 +162,8 @@ def _long(case: _Case) -> Step:
 
 
 def _with_context(case: _Case) -> str:
-    """What the least context parallelism beside the plan's tensor and pipeline degrees would do, or the rule that
-    excludes it; nothing where the plan has it."""
+    """A sentence on what context=2 beside the plan's tensor and pipeline degrees would cost, or the rule that excludes
+    it; empty if the plan has context ranks, or no ranks can be."""
     degrees, profile = case.plan.degrees, case.explorer.profile
     if degrees.context > 1 or degrees.num_devices // degrees.tensor // degrees.pipeline % 2:
         return ""
@@ -178,7 +178,8 @@ def _with_context(case: _Case) -> str:
 
 
 def _attention_share(profile: ModelProfile) -> float:
-    """Attention's share of a sample's FLOPs, forward and backward; plain matmuls of unfused attention not counted."""
+    """Attention's share of a sample's FLOPs, forward and backward. Of unfused attention only the operators marked as
+    its core count."""
     attention = total = 0.0
     for layer in profile.layers:
         for operator in profile.classes[layer.layer_class].whole.operators:
@@ -189,7 +190,7 @@ def _attention_share(profile: ModelProfile) -> float:
 
 
 def _fewer_splits(case: _Case) -> Iterator[Step]:
-    """Asked where the plan splits the model: whether recomputing would do with fewer ways."""
+    """The step, for a plan that splits the model, on whether recompute would do with fewer splits."""
     degrees = case.plan.degrees
     ways = degrees.tensor * degrees.pipeline
     if ways == 1:

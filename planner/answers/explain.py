@@ -1,4 +1,4 @@
-"""Why one plan and not another, in words with numbers."""
+"""Why one plan is chosen and not another, in words with numbers."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from ..plan.making import shape_of
 from .verdict import Verdict, VerdictKind
 
 _OFFSET = 1.5
-"""A cause that costs so many times the whole difference is told with what offsets it."""
+"""If a cause costs at least so many times the whole difference, what offsets it is told, too."""
 
 CAUSES = {
     "compute": "compute",
@@ -29,11 +29,11 @@ CAUSES = {
     "optimizer": "optimizer step",
     "fixed": "time that the host adds to every step",
 }
-"""Breakdown item -> how people call it."""
+"""Item of a breakdown -> how people call it."""
 
 
 def does_not_fit(plan: Plan, found: Estimate) -> Verdict:
-    """The verdict on what is over its budget: on which stage, by how much, and its largest item."""
+    """The verdict on a plan that is over its budget: on which stage, by how much, and the largest item there."""
     stage, memory = max(enumerate(found.memory), key=lambda pair: pair[1].over_bytes)
     name, size = max(memory.items.items(), key=lambda item: item[1])
     where = rank_in_words(plan, stage)
@@ -44,7 +44,8 @@ def does_not_fit(plan: Plan, found: Estimate) -> Verdict:
 
 
 def rank_in_words(plan: Plan, rank: int) -> str:
-    """A pipeline rank as in sentences: "stage 3", "pipeline rank 3" where each holds several, "every GPU" of one."""
+    """A pipeline rank as sentences call it: "stage 3"; "pipeline rank 3" if ranks hold several stages; "every GPU"
+    without a pipeline."""
     if plan.degrees.pipeline == 1:
         return "every GPU"
     noun = plan.degrees.rank_noun
@@ -52,15 +53,16 @@ def rank_in_words(plan: Plan, rank: int) -> str:
 
 
 def causes_apart(other: Estimate, best: Estimate) -> dict[str, float]:
-    """Item of a breakdown -> seconds that `other` spends more on it than `best`, largest first; less is negative."""
+    """Item of the breakdown -> seconds that `other` spends on it beyond those of `best`, largest first; negative if it
+    spends less."""
     names = (name for name in CAUSES if name in other.breakdown or name in best.breakdown)
     extra = {name: other.breakdown.get(name, 0.0) - best.breakdown.get(name, 0.0) for name in names}
     return dict(sorted(extra.items(), key=lambda item: -item[1]))
 
 
 def compared(other: Estimate, best: Estimate, why_not: str | None = None) -> Verdict:
-    """How much slower `other` is, and the cause that costs it most; if it is faster, why it is not the plan: for the
-    reasons of simplicity.py, of which less memory to spare is none where `other` needs no more, or why_not."""
+    """The verdict on `other`: how much slower it is, and the cause that costs it most. If it is faster, why it is not
+    the plan: `why_not`, or a reason from simplicity.py (memory to spare is only one if `other` needs more)."""
     ratio = other.step_time_s / best.step_time_s - 1.0
     if abs(ratio) < 0.0005:
         return Verdict(VerdictKind.AS_FAST, ratio=ratio)
@@ -72,14 +74,16 @@ def compared(other: Estimate, best: Estimate, why_not: str | None = None) -> Ver
 
 
 def unless_measured(measured: MeasuredPlan | None, why_not: str | None = None) -> str | None:
-    """Why what is predicted to be faster than a plan is not the plan; of a tuned one, what it took."""
+    """Why a layout that is predicted to be faster is not the plan: `why_not`, but for a tuned plan what it was measured
+    to take."""
     if measured is None:
         return why_not
     return f"by prediction: the plan was chosen for what it measured, {format_seconds(measured.step_time_s)}"
 
 
 def _trade(other: Estimate, best: Estimate) -> str:
-    """What costs `other` most, and what it saves, where that is most of it: "624 ms more compute, 590 ms less ..."."""
+    """The cause that costs `other` most; with what it saves, if that offsets most of it: "624 ms more compute, 590 ms
+    less ..."."""
     apart = causes_apart(other, best)
     (cause, extra_s), (saving, saved_s) = next(iter(apart.items())), list(apart.items())[-1]
     words = f"{format_seconds(extra_s)} more {CAUSES[cause]}"
@@ -90,7 +94,7 @@ def _trade(other: Estimate, best: Estimate) -> str:
 
 
 def reason(plan: Plan, found: Estimate, replicas: Verdict | None = None) -> str:
-    """Why the plan's main choices are what they are, in one clause each.
+    """Reasons for the plan's main choices, one clause for each.
 
     replicas: the verdict on plain data parallelism, if it was priced.
     """
@@ -134,7 +138,7 @@ def reason(plan: Plan, found: Estimate, replicas: Verdict | None = None) -> str:
 
 
 def _why_on_kinds(plan: Plan, found: Estimate) -> Iterator[str]:
-    """What becomes of unequal devices; nothing where they are equal."""
+    """Clauses on how the plan uses unequal devices; none if devices are equal."""
     cluster = plan.cluster
     if len(cluster.kinds) == 1:
         return
@@ -177,7 +181,7 @@ _RECOMPUTED: dict[Recompute, str] = {
 
 
 def _recomputed(kind: Recompute, share: str) -> str:
-    """What layers do; "every layer" does it, "10 of 32 layers" do it."""
+    """A clause on what layers recompute; share: "every layer" or "10 of 32 layers"."""
     if share != "every layer":
         return _RECOMPUTED[kind]
     return _RECOMPUTED[kind].replace("are ", "is ").replace("recompute ", "recomputes ").replace("their", "its")
@@ -194,7 +198,8 @@ def _why_sharded(replicas: Verdict | None) -> str:
 
 
 def launch_advice(plan: Plan) -> list[str]:
-    """A sentence where a GPU's device file, of before there was `dispatch`, says nothing of its CPU."""
+    """A sentence of advice if the GPU's device file says nothing of its CPU, because it was made before `dispatch`
+    existed."""
     device, eager = plan.cluster.device, load_software(plan.training.software).dispatch > 0.0
     if device.dispatch or not eager or is_cpu(device.name):
         return []
@@ -205,7 +210,8 @@ def launch_advice(plan: Plan) -> list[str]:
 
 
 def batch_advice(plan: Plan) -> list[str]:
-    """A sentence where the global batch keeps data parallelism off some of the GPUs, with batches that would not."""
+    """A sentence of advice if the global batch prevents data parallelism over some of the GPUs, with batches that would
+    not."""
     gpus, batch = plan.degrees.num_devices, plan.training.global_batch
     if batch % gpus == 0 or plan.degrees.data == gpus:
         return []

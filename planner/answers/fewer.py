@@ -1,4 +1,4 @@
-"""Whether fewer GPUs would nearly do: where the step is mostly waiting, half of them take little longer."""
+"""Whether fewer GPUs would nearly do: where a step is mostly waiting, half of the GPUs take little longer."""
 
 import time
 from dataclasses import dataclass
@@ -14,24 +14,24 @@ from .fitting import grown
 from .why_not import best_of
 
 NEARLY = 1.25
-"""Times the step of all GPUs: what at most half of them may take to be worth a word."""
+"""Fewer GPUs are mentioned if their step is at most so many times that of all GPUs."""
 
 SHARE = 0.05
-"""Of the time that the search took: how long fewer GPUs are looked at."""
+"""Time for looking at fewer GPUs, as a share of the time that the search took."""
 
 LEAST_S = 1.0
-"""The same, at least."""
+"""Least seconds for looking at fewer GPUs."""
 
 
 _NEARLY_ALL = 0.99
-"""Share of GPU time beyond which no digits are told: no 100% is saved."""
+"""Saved share of GPU time from which on the output says "over 99%", as no rounding should say 100%."""
 
 
 @dataclass(frozen=True)
 class Fewer:
-    """The fewest GPUs, halved again and again, that nearly do what all of them do. ratio: their step over that of all,
-    less one. flags: options that ask for them with the same global batch, empty where a file or an instance type says
-    what GPUs there are."""
+    """The smallest number of GPUs, halved again and again, with which a step takes little longer. ratio: its step over
+    that of all GPUs, less one. flags: options that ask for so many GPUs with the same global batch; empty if a file or
+    an instance type gives the GPUs."""
 
     num_devices: int
     of: int
@@ -54,10 +54,11 @@ class Fewer:
 
 
 def fewer_gpus(plan: Plan, found: Estimate, profile: ModelProfile, pins: Pins) -> Fewer | None:
-    """The fewest GPUs that take at most a quarter longer; None where half of them take more, devices are unequal, or
-    time did not do to find a plan.
+    """The smallest number of GPUs with a step at most a quarter longer; None if half of them take more, devices are
+    unequal, or no plan was found in time.
 
-    Nothing is searched where twice the plan's compute alone would be too long: half the GPUs compute twice as much.
+    Nothing is searched if twice the plan's compute alone would take too long, because half the GPUs compute for twice
+    as long.
     """
     count = plan.cluster.num_devices
     if count == 1 or len(plan.cluster.kinds) > 1 or 2 * found.breakdown["compute"] > NEARLY * found.step_time_s:

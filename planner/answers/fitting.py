@@ -1,4 +1,5 @@
-"""What fits: the plan that needs least memory, how full the state alone makes all devices, and how many would do."""
+"""What fits: the plan that needs least memory, how full parameters, gradients and optimizer state alone make all
+devices, and how many devices would do."""
 
 import math
 import time
@@ -22,37 +23,40 @@ from ..solve.space import Family, Space, Split
 from .explain import rank_in_words
 
 SEARCHED_S = 4.0
-"""Seconds for the smallest number of GPUs, and for other ways out: each is looked for in the whole space."""
+"""Seconds to look for the smallest number of GPUs, and again for other ways out; each searches the whole space."""
 
 CLOSEST_S = 3.0
-"""Seconds for the plan that is over by least."""
+"""Seconds to look for the plan that exceeds the budget by least."""
 
 EACH_S = (1.0, 2.0)
-"""Of these, each of them has so many: at least, when those of all are over; at most, so that one that stays open leaves
-some for the others."""
+"""(least, most) seconds for one number of GPUs: at least the first even if the time for all is over; at most the
+second, so that one which stays open leaves time for others."""
 
 MOST_GPUS = 64
-"""How many times more GPUs are tried before giving up on the smallest number that would do."""
+"""Multiple of the GPUs up to which larger numbers are tried."""
 
 MOST_TRIED = 4
-"""Numbers of GPUs that are tried one by one between one that is too small and one that does."""
+"""Most numbers of GPUs that are tried one by one, between one that is too small and one that does."""
 
 LEAN_TRIED = 3
-"""Of the shapes that hold least those that are cut as they must be, to see whether one fits: a few milliseconds each,
-half a second where many kinds of layers take turns. (DeepSeek-V3 on 192 GPUs: the first does; a search took 3.6 s.)"""
+"""Number of the shapes that hold least whose best cuts are looked for, to see whether one fits. Each takes a few
+milliseconds, or half a second if many kinds of layers take turns. (DeepSeek-V3 on 192 GPUs: the first one fits; a
+search took 3.6 s.)"""
 
 LEAN_S = 1.0
-"""Seconds for those of one number of GPUs: where they do not fit, it may take long to show that of all their cuts."""
+"""Most seconds for those shapes with one number of GPUs: if none fits, it may take long to show that for all their
+cuts."""
 
 PRECISE = 0.005
-"""So near, in device memory, the plan that is over by least is looked for."""
+"""Relative precision, in device memory, to which the plan that exceeds the budget by least is looked for."""
 
 
 @dataclass(frozen=True)
 class Closest:
-    """The plan that misses the budget by least, or by least of those that were looked at.
+    """The plan that exceeds the budget by least, among those that were looked at.
 
-    of_all: whether it is that of the whole space. needed: nothing fits with fewer than so many times the memory.
+    of_all: whether no plan in the whole space exceeds it by less. needed: nothing fits on devices with less than so
+    many times the memory.
     """
 
     plan: Plan
@@ -62,30 +66,30 @@ class Closest:
 
     @property
     def stage(self) -> int:
-        """The stage that is most over."""
+        """Number of the stage that exceeds its budget most."""
         memory = self.estimate.memory
         return max(range(len(memory)), key=lambda stage: memory[stage].over_bytes)
 
     @property
     def over_bytes(self) -> float:
-        """Bytes over the budget on that stage; not positive: it fits."""
+        """Bytes by which that stage exceeds its budget; 0 or negative if the plan fits."""
         return self.estimate.memory[self.stage].over_bytes
 
     @property
     def where(self) -> str:
-        """That stage, in words that say from where stages are counted."""
+        """That stage, in words that also say how stages are numbered."""
         last = len(self.estimate.memory) - 1
         return rank_in_words(self.plan, self.stage) + (f" (of 0 to {last})" if last else "")
 
     @property
     def more_memory(self) -> float:
-        """With so many times the memory on every device it fits."""
+        """Factor on the memory of every device with which the plan fits."""
         return max(memory.device_bytes / memory.budget_bytes for memory in self.estimate.memory)
 
 
 def closest_plan(explorer: Explorer, pins: Pins) -> Closest | None:
-    """Of the frugal shapes, everything recomputed that may be and holds less so, the plan that misses the budget by
-    least; None if no shape is legal."""
+    """The plan that exceeds the budget by least among the frugal shapes, with even stages and every layer at the option
+    that holds least; None if no shape is legal."""
     best = min(_leanest(explorer, pins), key=lambda one: one[0], default=None)
     if best is None:
         return None
@@ -94,23 +98,25 @@ def closest_plan(explorer: Explorer, pins: Pins) -> Closest | None:
 
 
 def _leanest(explorer: Explorer, pins: Pins) -> Iterator[tuple[float, Shape, list[list[LayerOption]]]]:
-    """(bytes over the budget on the stage that is most over, shape, options by stage) of each of the frugal shapes."""
+    """For each of the frugal shapes: (bytes over the budget on the stage that exceeds it most, shape, options by
+    stage)."""
     for shape in frugal_shapes(explorer, pins):
         stages = even_stages(explorer, shape, pins)
         yield _over_bytes(explorer, shape, stages), shape, stages
 
 
 def _over_bytes(explorer: Explorer, shape: Shape, stages: Sequence[Sequence[LayerOption]]) -> float:
-    """Bytes over the budget on the stage that is most over."""
+    """Bytes by which the stage that exceeds its budget most does so."""
     return max(memory.over_bytes for memory in memory_by(explorer.model, shape, stages))
 
 
 def closest_of_all(explorer: Explorer, pins: Pins, even: Closest, deadline: float) -> Closest:
-    """The plan of the whole space, with uneven stages and chunked schedules, that needs least memory of its devices,
-    to PRECISE: by halving between devices on which nothing fits and such on which something does.
+    """The plan in the whole space, uneven stages and chunked schedules included, that needs least memory on its
+    devices, to the precision PRECISE. The memory of devices is bisected between a size with which nothing fits and one
+    with which something does.
 
-    even: a plan that does not fit. deadline: time.monotonic() from which the closest so far does, and says so; so it
-    does where layouts are left of which it is not known whether they fit.
+    even: a plan that does not fit, to begin with. deadline: time.monotonic() at which the search ends with the closest
+    plan so far. It also ends so if it stays open whether some layouts fit. In both cases `of_all` is False.
     """
     closest, fails, does = even, max(1.0, filled_by_state(explorer, pins)), even.more_memory
     while does > fails * (1 + PRECISE):
@@ -131,15 +137,15 @@ def closest_of_all(explorer: Explorer, pins: Pins, even: Closest, deadline: floa
 
 
 def filled_by_state(explorer: Explorer, pins: Pins) -> float:
-    """How full parameters, gradients and optimizer state make all devices together at least: from 1 on, nothing
-    fits."""
+    """Lower bound on the share of all devices' budgets that parameters, gradients and optimizer state fill; from 1 on,
+    nothing fits."""
     needed, room = state_and_room(explorer, pins)
     return needed / room
 
 
 def state_and_room(explorer: Explorer, pins: Pins) -> tuple[float, float]:
-    """(bytes of parameters, gradients and optimizer state at least, whatever the layout, each element being on one of
-    the devices, bytes that all devices together may use)."""
+    """(lower bound on the bytes of parameters, gradients and optimizer state under any layout, since each element is on
+    at least one device; bytes that plans may use on all devices together)."""
     cluster, training = explorer.cluster, explorer.training
     shapes = (Shape(1, 2, 1, 1, 1, 1, reshard=each, offload_optimizer=pins.offload_optimizer) for each in (False, True))
     states = [state_bytes(shape, training) for shape in shapes]
@@ -149,7 +155,7 @@ def state_and_room(explorer: Explorer, pins: Pins) -> tuple[float, float]:
 
 
 def _with_memory(cluster: ClusterSpec, times: float) -> ClusterSpec:
-    """The cluster with so many times the memory on every device."""
+    """The cluster with `times` times the memory on every device."""
     hosts = tuple(
         group.model_copy(update={"device": group.device.model_copy(update={"memory": times * group.device.memory})})
         for group in cluster.hosts
@@ -158,13 +164,14 @@ def _with_memory(cluster: ClusterSpec, times: float) -> ClusterSpec:
 
 
 def frugal_shapes(explorer: Explorer, pins: Pins) -> Iterator[Shape]:
-    """Per choice of tensor, context and pipeline degree: sequence parallelism, the most expert ranks, the smallest
-    micro-batch (or all samples at once, where shards would have to keep whole gradients) and the widest sharding."""
+    """Shapes that hold little, for each choice of tensor, context and pipeline degree: with sequence parallelism, the
+    most expert ranks, the smallest micro-batch, and the widest sharding. Also with all samples in one micro-batch, if
+    shards would otherwise keep whole gradients between micro-batches."""
     return (shape for _, shape in _frugal(explorer, pins))
 
 
 def _frugal(explorer: Explorer, pins: Pins) -> Iterator[tuple[Family, Shape]]:
-    """These shapes, each with its family."""
+    """The frugal shapes, each with its family."""
     space = Space(explorer.profile, explorer.cluster, explorer.training, pins, anywhere=True)
     may_be_whole = pins.allows("schedule", "1f1b") and pins.allows("virtual_stages", 1)
     splits: dict[tuple[int, int, int], Split] = {}
@@ -195,8 +202,8 @@ def _widest(space: Space, family: Family) -> Shape:
 
 
 def even_stages(explorer: Explorer, shape: Shape, pins: Pins) -> list[list[LayerOption]]:
-    """Layers by the memory of the stages' devices, as many on each where they are equal, at the options that hold
-    least."""
+    """[stage][layer] -> options that hold least, with as many layers on each stage as its share of all stages' budgets:
+    equally many if devices are equal."""
     model, kinds = explorer.model, explorer.model.kinds
     frugal = {}
     recompute = "none" if shape.schedule in ZERO_BUBBLE else pins.recompute
@@ -222,8 +229,8 @@ def _held(explorer: Explorer, kind: object, shape: Shape, option: LayerOption) -
 
 
 def fits(explorer: Explorer, pins: Pins, deadline: float = 0.0) -> bool | None:
-    """Whether a plan fits: there is room for the state, and one of the leanest does, or any of the space that is found
-    until the deadline, as far as `EACH_S` allows; None where that leaves it open."""
+    """Whether any plan fits: there is room for the state, and one of the leanest shapes fits, or a plan that the search
+    finds before the deadline (which `EACH_S` may move); None if that leaves it open."""
     if filled_by_state(explorer, pins) >= 1:
         return False
     if leanest_fits(explorer, pins):
@@ -236,7 +243,8 @@ def fits(explorer: Explorer, pins: Pins, deadline: float = 0.0) -> bool | None:
 
 
 def leanest_fits(explorer: Explorer, pins: Pins) -> bool:
-    """Whether one of the leanest shapes fits, cut evenly or as it must be; where none does, another shape may."""
+    """Whether one of the leanest shapes fits, with even cuts or with its best ones. If not, another shape may still
+    fit."""
     if filled_by_state(explorer, pins) >= 1:
         return False
     lean: list[tuple[float, Shape]] = []
@@ -249,25 +257,26 @@ def leanest_fits(explorer: Explorer, pins: Pins) -> bool:
 
 
 def lean_plan(explorer: Explorer, pins: Pins) -> Solved | None:
-    """One of the leanest shapes at its best, if one fits: a plan where no time is left to look for a faster one."""
+    """One of the leanest shapes at its best, if one fits: a plan for when no time is left to look for a faster one."""
     return _first_solved(explorer, pins, list(_lean(explorer, pins)))
 
 
 def _lean(explorer: Explorer, pins: Pins) -> Iterator[tuple[float, Shape]]:
-    """(bytes over the budget with even stages, shape) of each of the frugal shapes that may fit."""
+    """For each of the frugal shapes that may fit: (bytes over the budget with even stages, shape)."""
     for family, shape in _frugal(explorer, pins):
         if explorer.kinds is not None or explorer.bounds.least_of_family(family) is not None:
             yield _over_bytes(explorer, shape, even_stages(explorer, shape, pins)), shape
 
 
 def _first_solved(explorer: Explorer, pins: Pins, lean: Sequence[tuple[float, Shape]]) -> Solved | None:
-    """The first of the leanest of these shapes that fits when it is cut as it must be."""
+    """The first of the leanest of these shapes that fits with its best cuts; None if none does."""
     few = sorted(lean, key=lambda each: each[0])[:LEAN_TRIED]
     return next(filter(None, (solved(explorer, shape, pins) for _, shape in few)), None)
 
 
 def solved(explorer: Explorer, shape: Shape, pins: Pins) -> Solved | None:
-    """The best assignment of a shape, if it fits; of none whose ranks hold several stages or split their backward."""
+    """The best cuts and options of a shape; None if it does not fit, or if its ranks hold several stages or split their
+    backward."""
     if is_chunked(shape.schedule):
         return None
     prices = explorer.priced(shape, pins.recompute, pins.reshard, pins.offered)
@@ -277,16 +286,18 @@ def solved(explorer: Explorer, shape: Shape, pins: Pins) -> Solved | None:
 
 @dataclass(frozen=True)
 class Fewest:
-    """The least number of GPUs that was found to do, if one was; shown: whether no smaller one does."""
+    """The smallest number of GPUs for which a plan was found, None if there is none. shown: whether it is shown that no
+    smaller number does."""
 
     count: int | None
     shown: bool
 
 
 def fewest(counts: Sequence[int], does: Callable[[int], bool | None]) -> Fewest:
-    """The first count that does: of the first, and of powers of two in their order; then by halving what lies between
-    the last two, at the count that two divides most often, until that is short, then one by one. Counts below the last
-    power of two that does not do are left out where they are many. does: None where it is not known."""
+    """The smallest of `counts` that was found to do. The first count, the powers of two and the last are tried in order
+    until one does. Then what lies between it and the one before is bisected, at the count that is most often divisible
+    by two, until few are left, which are tried one by one. Counts below the last power of two that does not do are only
+    tried if they are few. does: whether a count does; None if that stays open."""
     answers: dict[int, bool | None] = {}
 
     def asked(count: int) -> bool:
@@ -316,14 +327,14 @@ def fewest(counts: Sequence[int], does: Callable[[int], bool | None]) -> Fewest:
 
 
 def with_any_degrees(pins: Pins) -> Pins:
-    """The pins without those of degrees, which another number of GPUs may not go with."""
+    """The pins without degrees, which may not go with another number of GPUs."""
     return replace(pins, data_replicate=None, data_shard=None, pipeline=None, tensor=None, context=None, expert=None)
 
 
 def smallest_cluster(explorer: Explorer, pins: Pins, deadline: float) -> Fewest:
-    """The smallest number of GPUs of this kind that would do with these pins, spread evenly, over full hosts where the
-    user said how many GPUs these have, by a search of the whole space for each until the deadline; none if not even 64
-    times as many do."""
+    """The smallest larger number of GPUs of this kind on which a plan with these pins fits, equally many on each host,
+    and full hosts if the user said how many GPUs a host has. For each number the whole space is searched, until the
+    deadline. None if not even MOST_GPUS times as many do."""
     cluster = explorer.cluster
     per_host, here = _full_host(cluster), cluster.num_devices
 
@@ -343,26 +354,28 @@ def smallest_cluster(explorer: Explorer, pins: Pins, deadline: float) -> Fewest:
 
 
 def _pinned_ways(pins: Pins) -> int:
-    """What the number of GPUs is a multiple of: the product of the degrees that are pinned."""
+    """Product of the pinned degrees, of which the number of GPUs must be a multiple."""
     degrees = pins.data_replicate, pins.data_shard, pins.tensor, pins.context, pins.pipeline
     return math.prod(degree or 1 for degree in degrees)
 
 
 def spread_evenly(cluster: ClusterSpec, most: int) -> list[int]:
-    """Numbers of devices up to `most`, ascending, of which as few hosts as hold them have as many each."""
+    """Numbers of devices up to `most`, ascending, that can be spread evenly over the fewest hosts which hold them."""
     per_host = _full_host(cluster)
     return [count for count in range(1, most + 1) if count % -(-count // per_host) == 0]
 
 
 def _full_host(cluster: ClusterSpec) -> int:
-    """Devices of a host: a cluster that is part of one can grow to all of it, unless the user said how many it has."""
+    """Number of devices of a full host. A cluster that is part of one host may grow to all of it, unless the user said
+    how many devices a host has."""
     here = cluster.devices_per_host
     part = cluster.num_hosts == 1 and not cluster.full_hosts
     return max(here, cluster.device.devices_per_host) if part else here
 
 
 def grown(cluster: ClusterSpec, count: int) -> ClusterSpec:
-    """A cluster of `count` of the same devices on the same kind of host, as full as lets all have as many."""
+    """A cluster of `count` devices of the same kind on hosts of the same kind, with equally many on each host, and as
+    many as possible."""
     per_host = max(size for size in range(1, min(count, _full_host(cluster)) + 1) if count % size == 0)
     grown = cluster_of(cluster.device, count, per_host)
     hosts = tuple(group.model_copy(update={"link": cluster.link}) for group in grown.hosts)

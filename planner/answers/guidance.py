@@ -1,4 +1,4 @@
-"""The rules of thumb people use, as data: questions, each with its reason, and the set-ups that they lead to."""
+"""Rules of thumb that people use, as data: questions with reasons, and the set-ups that they lead to."""
 
 import math
 from collections.abc import Iterator
@@ -13,12 +13,13 @@ from ..plan.pins import Pins
 from ..plan.training import TrainingSpec
 
 MOST_STAGES = 64
-"""Pipelines that people set up by hand are no deeper."""
+"""Most stages of a pipeline that people set up by hand."""
 
 
 @dataclass(frozen=True)
 class RuleOfThumb:
-    """A set-up people would try by hand. `attempts`: in order; the first that fits is theirs."""
+    """A set-up that people would try by hand. attempts: tried in order; the first that fits is the one they would
+    take."""
 
     name: str
     reason: str
@@ -26,15 +27,15 @@ class RuleOfThumb:
 
 
 _PLAIN: dict[str, Any] = {"context": 1, "expert": 1}
-"""Who speaks of DDP, FSDP or 3D parallelism splits neither sequences nor experts."""
+"""Pins of rules that speak of DDP, FSDP or 3D parallelism: neither sequences nor experts are split."""
 
 REPLICAS = Pins(tensor=1, pipeline=1, data_shard=1, **_PLAIN)
-"""The whole model on every GPU."""
+"""Pins for the whole model on every GPU."""
 
 
 def rules_of_thumb(cluster: ClusterSpec, training: TrainingSpec) -> Iterator[RuleOfThumb]:
-    """Set-ups for a cluster, simplest first. What a rule leaves open (micro-batch, recompute) is chosen at its best,
-    so that a plan is compared with the rule well used."""
+    """Set-ups that people would try on a cluster, simplest first. What a rule leaves open (micro-batch, recompute) is
+    chosen as well as possible, so that a plan is compared with the rule at its best."""
     count, per_host = cluster.num_devices, cluster.devices_per_host
     if count == 1:
         yield RuleOfThumb("one device", "fits on one GPU", (Pins(tensor=1, pipeline=1),))
@@ -88,10 +89,10 @@ def rules_of_thumb(cluster: ClusterSpec, training: TrainingSpec) -> Iterator[Rul
 
 
 LONG_SEQUENCE = 8192
-"""Tokens from which people split the sequence between GPUs (Megatron-LM's guide to context parallelism: 8K and up)."""
+"""Tokens from which on people split sequences between GPUs (Megatron-LM's guide to context parallelism: 8K and up)."""
 
 NAMED_RULES = ("megatron", "torchtitan", "deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3")
-"""What people call the set-ups of the frameworks they know."""
+"""Names of the set-ups of well-known frameworks."""
 
 
 def named_rules(cluster: ClusterSpec, profile: ModelProfile | None = None) -> tuple[RuleOfThumb, ...]:
@@ -149,7 +150,7 @@ def named_rules(cluster: ClusterSpec, profile: ModelProfile | None = None) -> tu
 
 @dataclass(frozen=True)
 class _ModelSplit:
-    """Ways that the model and its sequences are split."""
+    """Degrees by which the model and its sequences are split."""
 
     tensor: int = 1
     context: int = 1
@@ -157,7 +158,8 @@ class _ModelSplit:
 
 
 def _context_splits(cluster: ClusterSpec, profile: ModelProfile | None) -> list[_ModelSplit]:
-    """Tensor parallelism in the node with more and more context ranks, where sequences are long."""
+    """Splits with tensor parallelism inside the node and 2 or more context ranks, fewest first; none unless sequences
+    are long."""
     if profile is None or not has_sequence_attention(profile):
         return []
     if (profile.seq_len or 0) < LONG_SEQUENCE:
@@ -167,7 +169,8 @@ def _context_splits(cluster: ClusterSpec, profile: ModelProfile | None) -> list[
 
 
 def _experts_inside(cluster: ClusterSpec, profile: ModelProfile | None, ranks: int) -> int | None:
-    """Ranks of a node over which so many ranks that hold different tokens spread the experts; None without experts."""
+    """Expert degree that spreads experts over ranks of one node; None if the model has no experts, or they cannot be
+    spread so. ranks: number of ranks that hold different tokens."""
     counts = [bank.count for layer_class in profile.classes for bank in layer_class.experts] if profile else []
     if not (profile and counts):
         return None
@@ -177,7 +180,7 @@ def _experts_inside(cluster: ClusterSpec, profile: ModelProfile | None, ranks: i
 
 @dataclass(frozen=True)
 class Question:
-    """One question of the path that people are told to walk. advice: what a yes leads to, and why."""
+    """One question of the path that people are advised to walk. advice: what a yes leads to, and why."""
 
     asks: str
     advice: str
@@ -216,14 +219,15 @@ FEWER_SPLITS = Question(
 
 @dataclass(frozen=True)
 class NoCandidate:
-    """A way to use several GPUs that is not searched, and why."""
+    """A way to use several GPUs that the search does not consider, and why not."""
 
     name: str
     reason: str
 
 
 def no_candidates(parameter_bytes: float, num_devices: int) -> tuple[NoCandidate, ...]:
-    """What tutorials also name, with the reason why none of it can be the plan, in this model's numbers."""
+    """Further ways to use several GPUs that tutorials name, with reasons, in this model's numbers, why none of them can
+    be the plan."""
     size, workers = format_bytes(parameter_bytes), max(2, num_devices)
     return (
         NoCandidate(

@@ -1,4 +1,5 @@
-"""When nothing fits: what is over, by how much, on which stage; how many GPUs would do; the cheapest change."""
+"""Explains that nothing fits: what exceeds its budget, by how much, on which stage, how many GPUs would do, and which
+change is cheapest."""
 
 import math
 import re
@@ -40,12 +41,13 @@ from .fitting import (
 from .verdict import LATE, Verdict, not_legal
 
 OFFLOADED_TRIED = 3
-"""Shapes with the optimizer on the host whose stages are chosen at their best, the fastest even ones."""
+"""Number of shapes with the optimizer on the host whose cuts and options are chosen at their best: those whose even
+stages are fastest."""
 
 
 class InfeasibleError(RuntimeError):
-    """No legal plan fits, or (not `shown`) none was found that does. The message says what is over, by how much, on
-    which stage, and the ways out."""
+    """No legal plan fits. shown: that is proven; if not, none was found that does. The message says what exceeds its
+    budget, by how much, on which stage, and the ways out."""
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class InfeasibleError(RuntimeError):
 
 
 def closest_verdict(explorer: Explorer, pins: Pins, rejected: dict[str, int]) -> Verdict:
-    """Why a pinned set-up has no plan: the rule that excludes it, or what is over its budget."""
+    """The verdict on a pinned set-up without a plan: the rule that excludes it, or what exceeds its budget."""
     closest = closest_plan(explorer, pins)
     if closest is None:
         found = blamed(explorer.profile, explorer.cluster, explorer.training, pins)
@@ -83,7 +85,7 @@ def closest_verdict(explorer: Explorer, pins: Pins, rejected: dict[str, int]) ->
 
 
 def _rejected(explorer: Explorer, pins: Pins) -> dict[str, int]:
-    """Rule -> layouts that it excludes."""
+    """Rule -> number of layouts that it excludes."""
     space = Space(explorer.profile, explorer.cluster, explorer.training, pins)
     for _ in space.splits():
         pass
@@ -91,7 +93,7 @@ def _rejected(explorer: Explorer, pins: Pins) -> dict[str, int]:
 
 
 def _nothing_legal(explorer: Explorer, pins: Pins, rejected: dict[str, int]) -> str:
-    """Why not even one shape is legal, and the way out."""
+    """Why no shape at all is legal, and the way out."""
     count, batch = explorer.cluster.num_devices, explorer.training.global_batch
     found = blamed(explorer.profile, explorer.cluster, explorer.training, pins)
     if found is not None:
@@ -109,7 +111,8 @@ def _nothing_legal(explorer: Explorer, pins: Pins, rejected: dict[str, int]) -> 
 
 
 def _one_of_each(rejected: dict[str, int]) -> Iterator[str]:
-    """The rules, of those that differ only in numbers the one that excludes most, with how many others there are."""
+    """The rules; of those that differ only in numbers just the one that excludes most, with the number of the
+    others."""
     alike: dict[str, list[str]] = {}
     for rule in sorted(rejected, key=lambda rule: -rejected[rule]):
         alike.setdefault(re.sub(r"\d+", "", rule), []).append(rule)
@@ -118,9 +121,9 @@ def _one_of_each(rejected: dict[str, int]) -> Iterator[str]:
 
 
 def explain_infeasible(explorer: Explorer, pins: Pins, searched: Outcome | None) -> InfeasibleError:
-    """The error for a search that found nothing, with ways out that were tried and do fit.
+    """The error for a search that found nothing, with ways out that were tried and would fit.
 
-    searched: what it found, if it had to be asked. Raises ValueError if no shape is even legal.
+    searched: outcome of the search, None if it was not needed. Raises ValueError if no shape is even legal.
     """
     closest = closest_plan(explorer, pins)
     if closest is None:
@@ -171,12 +174,12 @@ def explain_infeasible(explorer: Explorer, pins: Pins, searched: Outcome | None)
 
 
 def _recomputed(plan: Plan) -> str:
-    """How much of a leanest plan is run again, in a word."""
+    """How much a leanest plan recomputes, in a word."""
     return "everything" if any(layer.recompute != "none" for layer in plan.layers) else "nothing"
 
 
 def _more_gpus(cluster: ClusterSpec, smallest: Fewest, as_pinned: bool) -> str:
-    """The smallest number of GPUs that would do, with the flags that ask for it; empty where none was found."""
+    """The smallest number of GPUs that would do, with the flags that ask for it; "" if none was found."""
     if smallest.count is None:
         return ""
     kind = "GPUs of this kind" if len(cluster.kinds) == 1 else f"GPUs, all of them {cluster.device.name}"
@@ -188,7 +191,8 @@ def _more_gpus(cluster: ClusterSpec, smallest: Fewest, as_pinned: bool) -> str:
 
 
 def _changes(explorer: Explorer, pins: Pins, other_degrees: bool, more: str, closest: Closest) -> Iterator[str]:
-    """Ways out that were tried, cheapest first. other_degrees: whether those would do. more: GPUs that would."""
+    """Ways out that were tried and would do, cheapest first. other_degrees: whether other degrees would do. more: how
+    many GPUs would do, in words."""
     deadline = time.monotonic() + SEARCHED_S
     if pins.recompute == "none" and fits(explorer, replace(pins, recompute=None), deadline):
         yield "allow recompute (leave out --pin recompute=none)"
@@ -223,7 +227,8 @@ def _changes(explorer: Explorer, pins: Pins, other_degrees: bool, more: str, clo
 
 
 def _margin(closest: Closest, margin: float) -> float | None:
-    """The share of memory left free with which the closest plan fits, in full tenths of a percent; None if none."""
+    """Share of memory to leave free with which the closest plan fits, rounded down to a tenth of a percent; None if
+    there is none."""
     memory = closest.estimate.memory[closest.stage]
     device = memory.budget_bytes / (1 - margin)
     left = math.floor(1000 * (1 - memory.device_bytes / device)) / 1000
@@ -232,7 +237,8 @@ def _margin(closest: Closest, margin: float) -> float | None:
 
 @dataclass(frozen=True)
 class Offloaded:
-    """The last resort: a plan whose optimizer state and step are on the host."""
+    """A plan whose optimizer state and step are on the host, as the last resort. host_bytes: optimizer state on each
+    host."""
 
     plan: Plan
     estimate: Estimate
@@ -240,7 +246,7 @@ class Offloaded:
 
     @property
     def sentence(self) -> str:
-        """What it takes, and how to ask for it."""
+        """What the plan takes, and how to ask for it."""
         return (
             f"with the optimizer state in host memory ({format_bytes(self.host_bytes)} on every host) it fits as "
             f"{self.plan.label}, micro-batch {self.plan.micro_batch}: "
@@ -249,8 +255,8 @@ class Offloaded:
 
 
 def offloaded(explorer: Explorer, pins: Pins) -> Offloaded | None:
-    """The fastest plan that fits with its optimizer state on the host, of the leanest shapes and of larger
-    micro-batches of the fastest of these; None if none fits, or if there is no state."""
+    """The fastest plan that was found to fit with its optimizer state on the host: of the leanest shapes, and of larger
+    micro-batches of the fastest of these. None if none fits, or the optimizer has no state."""
     if explorer.training.state_bytes == 0:
         return None
     lean: list[tuple[float, int, Shape]] = []
@@ -277,7 +283,7 @@ def offloaded(explorer: Explorer, pins: Pins) -> Offloaded | None:
 
 
 def _larger(shape: Shape, pins: Pins) -> Iterator[Shape]:
-    """The shape with larger and larger micro-batches."""
+    """The shape with larger and larger micro-batches, as far as the pins allow."""
     share = shape.micro_batch * shape.num_microbatches
     for micro_batch in divisors(share):
         count = share // micro_batch

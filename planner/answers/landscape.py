@@ -1,5 +1,6 @@
-"""Other layouts around a plan, priced for its picture of time against memory: beside what the search weighed, rules of
-thumb and frameworks, other degrees of tensor and pipeline parallelism, and the plan's own degrees with less memory."""
+"""Other layouts around a plan, priced for a picture of time against memory. Beside what the search weighed these are
+rules of thumb and frameworks, other degrees of tensor and pipeline parallelism, and the plan's own degrees with less
+memory."""
 
 import time
 from collections.abc import Iterator
@@ -20,14 +21,15 @@ from .verdict import THE_PLAN, VerdictKind
 from .why_not import best_of, followed
 
 LEANER = (0.3, 0.45, 0.6, 0.75, 0.85)
-"""Shares of memory left free for which the plan's own degrees are planned again: the front of time against memory."""
+"""Shares of memory left free with which the plan's own degrees are planned again, to see what less memory costs in
+time."""
 
 _WHY_NOT = "pinned away, less simple, or not in the space when this was planned"
 
 
 def weighed(plan: Plan, found: Estimate, profile: ModelProfile, seconds: float) -> tuple[Candidate, ...]:
-    """What was weighed beside a plan: the list of its document; of one that says nothing (made by hand, imported) what
-    rules of thumb lead to. seconds: for pricing these."""
+    """The layouts that were weighed beside a plan: the list in its document. If that is empty (plans made by hand or
+    imported), what rules of thumb lead to. seconds: time limit for pricing these."""
     kept = restored(plan, found, profile)
     if kept:
         return kept
@@ -37,7 +39,7 @@ def weighed(plan: Plan, found: Estimate, profile: ModelProfile, seconds: float) 
 
 
 def _beside(candidate: Candidate, plan: Plan, found: Estimate) -> Candidate:
-    """What a rule leads to with its verdict beside the plan."""
+    """The candidate of a rule, with its verdict relative to the plan."""
     if candidate.plan is None or candidate.estimate is None:
         return candidate
     verdict = compared(candidate.estimate, found, unless_measured(plan.measured, _WHY_NOT))
@@ -48,10 +50,10 @@ def _beside(candidate: Candidate, plan: Plan, found: Estimate) -> Candidate:
 def landscape(
     plan: Plan, found: Estimate, profile: ModelProfile, known: tuple[Candidate, ...], seconds: float
 ) -> Iterator[Candidate]:
-    """What frameworks lead to, then other tensor and pipeline degrees, nearest first, each with its best choices; and
-    the plan's own degrees with less memory. Layouts of the plan and of those known are left out, there what is known.
+    """What frameworks lead to; then other tensor and pipeline degrees, nearest first, each with its best choices; then
+    the plan's own degrees with less memory. Layouts of the plan and of `known` candidates are left out.
 
-    seconds: how long other degrees are priced; frameworks are in any case.
+    seconds: time limit for other degrees; frameworks are always priced.
     """
     explorer, deadline = Explorer(profile, plan.cluster, plan.training), time.monotonic() + seconds
     layouts = {shape_of(plan).layout} | {shape_of(each.plan).layout for each in known if each.plan is not None}
@@ -107,8 +109,8 @@ def _identity(plan: Plan) -> object:
 
 
 def _neighbours(plan: Plan) -> Iterator[Pins]:
-    """Other tensor degrees within a host and pipeline degrees, those that differ least from the plan's first; shards
-    over all data ranks, over those of a host, and none."""
+    """Pins with other tensor degrees within a host and other pipeline degrees, those that differ least from the plan's
+    first; each with shards over all data ranks, over those of a host, and without shards."""
     per_host, count = plan.cluster.devices_per_host, plan.degrees.num_devices
     layers = len(plan.layers)
     pairs = [

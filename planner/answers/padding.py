@@ -1,4 +1,5 @@
-"""Whether a layer has sides that tensor cores load in pieces (a vocabulary of 50,257), and what padding would save."""
+"""Whether a layer has sides that tensor cores load in pieces (a vocabulary of 50,257, say), and what padding them would
+save."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -15,13 +16,13 @@ from ..plan.document import Plan
 from ..plan.making import shape_of
 
 WORTH = 0.03
-"""Share of a step that padding must be able to save to be worth a word."""
+"""Share of a step that padding must save, at most, to be mentioned."""
 
 
 @dataclass(frozen=True)
 class Padding:
-    """A module whose products are slow for a side that is no multiple of 8. seconds: of a step, at most, that they take
-    longer; the step may be waiting for something else."""
+    """A module whose products are slow because a side is no multiple of 8. seconds: upper bound on what padding would
+    save of a step, which may be waiting for something else. share: the same, over the step."""
 
     module: str
     side: int
@@ -37,8 +38,8 @@ class Padding:
 
 
 def padding(plan: Plan, found: Estimate, profile: ModelProfile) -> Padding | None:
-    """The module that would gain most from padding, if that is worth a word. Layers that tensor parallelism cuts are
-    left out, for there it is the slices that count."""
+    """The module that would gain most from padding; None if no module would gain enough. Layers that tensor parallelism
+    cuts are left out, because their slices are what counts."""
     device, training = plan.cluster.device, plan.training
     family = family_of(device)
     if family is None or training.precision not in HALVES or not family.unaligned.model_fields_set:

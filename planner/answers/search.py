@@ -1,4 +1,5 @@
-"""The question and its answer: profile, cluster and job in; the plan, its proof, runners-up and baselines out."""
+"""The search for the best plan: takes profile, cluster and job, and returns the plan, its proof, runners-up and
+baselines."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -31,29 +32,32 @@ from .simplicity import preference
 from .verdict import CUT_SHORT, FITS, THE_PLAN, VerdictKind, nearest
 
 MORE_TIME = 0.05
-"""Of the time limit: how long rules of thumb may be followed beyond it, all together; at least a second."""
+"""Share of the time limit for which rules of thumb may be followed after it, all together; at least a second."""
 
 USUAL, OTHERS = 0.96, 0.98
-"""Of the whole bar, when rules of thumb are followed, and when alternatives are brought to their best."""
+"""Shares of the progress bar at which rules of thumb are followed, and at which alternatives are brought to their
+best."""
 
 RULE_S = 2.0
-"""Seconds to look for the plan of a rule of thumb."""
+"""Seconds to look for the plan of one rule of thumb."""
 
 SO_SLOW = 1.25
-"""Times the plan's step: only faster layouts without one of its kinds of parallelism are looked for."""
+"""Layouts without one of the plan's kinds of parallelism are looked for only if their step is at most so many times the
+plan's."""
 
 AGREES = 1e-6
-"""The evaluator and the search may differ by as much, relative to the step."""
+"""Relative difference up to which the evaluator's step and the search's count as equal."""
 
 SOLVER = "branch and bound, HiGHS"
-"""Who proves: the tree of nodes.py, with bounds that HiGHS finds."""
+"""What proves the bound: branch and bound over the tree of nodes.py, with bounds that HiGHS finds."""
 
 __all__ = ["Candidate", "InfeasibleError", "SearchResult", "SolverError", "price_setup", "search"]
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The plan with its account, and everything it was weighed against, in the order of alternatives.py."""
+    """The plan with its estimate and certificate, and all layouts that were weighed beside it, in the order of
+    alternatives.py."""
 
     plan: Plan
     estimate: Estimate
@@ -62,18 +66,19 @@ class SearchResult:
 
     @property
     def runners_up(self) -> tuple[Candidate, ...]:
-        """Those that the search found."""
+        """Alternatives that the search found."""
         return tuple(each for each in self.alternatives if not each.by_rule)
 
     @property
     def baselines(self) -> tuple[Candidate, ...]:
-        """Those that rules of thumb lead to."""
+        """Alternatives that rules of thumb lead to."""
         return tuple(each for each in self.alternatives if each.by_rule)
 
 
 @dataclass(frozen=True)
 class _Priced:
-    """in_time: whether it is the best of what was looked at, or only the best that was found in time."""
+    """A plan with its estimate. in_time: the search that found it ended by itself; if not, it is only the best that was
+    found in time."""
 
     plan: Plan
     estimate: Estimate
@@ -93,11 +98,10 @@ def search(
 ) -> SearchResult:
     """The best plan with its proof.
 
-    The space is searched best-first by simulated steps; of the plans within 1% of the fastest that was found, those
-    that rules of thumb lead to among them, the simplest is the plan. Where only plans for a framework are asked for,
-    they are certified among those; beside_open: what that costs is looked for, too.
-    Raises InfeasibleError when no legal plan fits, ValueError when none is legal, SolverError when the solver is
-    missing or nothing is found in time.
+    The space is searched best-first by simulated steps. Of all plans within 1% of the fastest that was found, those of
+    rules of thumb included, the simplest is the plan. If only plans for a framework are asked for, the proof covers
+    only those. beside_open: whether to look for what that restriction costs. Raises InfeasibleError if no legal plan
+    fits, ValueError if none is legal, SolverError if the solver is missing or nothing is found in time.
     """
     start = time.monotonic()
     deadline = start + time_limit_s
@@ -170,7 +174,7 @@ def search(
 def price_setup(
     setup: Setup, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, time_limit_s: float = 30.0
 ) -> Candidate:
-    """A manual set-up, priced by the same evaluator; what it leaves open is chosen at its best."""
+    """A manual set-up, priced by the same evaluator; what it leaves open is chosen as well as possible."""
     explorer = Explorer(profile, cluster, training)
     pins = pins_of(setup)
     outcome = explorer.explore(pins, time.monotonic() + time_limit_s, near=0)
@@ -182,8 +186,9 @@ def price_setup(
 
 
 def adopted(result: SearchResult, candidates: Sequence[Candidate]) -> SearchResult:
-    """The result, with the fastest of these candidates as its plan where that is faster than what the search has found:
-    whatever has been priced is a candidate, also where the search ran out of time before it came to it."""
+    """The result; if one of these candidates is faster than everything that the search has found, with the fastest of
+    them as its plan. So whatever has been priced can become the plan, even if the search ran out of time before it
+    reached it."""
     priced = (
         _Priced(candidate.plan, candidate.estimate)
         for candidate in candidates
@@ -209,7 +214,7 @@ def adopted(result: SearchResult, candidates: Sequence[Candidate]) -> SearchResu
 
 
 def pins_of(setup: Setup) -> Pins:
-    """What a manual set-up decides."""
+    """The pins that a manual set-up stands for."""
     pipelined = setup.pipeline > 1
     return Pins(
         data_replicate=setup.data_replicate,
@@ -232,7 +237,7 @@ def pins_of(setup: Setup) -> Pins:
 
 
 def _check_runs(framework: Framework, pins: Pins, profile: ModelProfile, training: TrainingSpec) -> None:
-    """Raises ValueError where a framework runs no plan of a model, or none that agrees with what is pinned."""
+    """Raise ValueError if a framework runs no plan of this model, or none that agrees with the pins."""
     rule = framework.cannot_run(profile, training)
     if rule is None and pins.recompute is not None:
         rule = framework.recompute_rule(pins.recompute)
@@ -248,8 +253,8 @@ def _check_runs(framework: Framework, pins: Pins, profile: ModelProfile, trainin
 
 
 def _open_s(explorer: Explorer, pins: Pins, fastest_s: float, time_limit_s: float) -> float:
-    """Seconds of the fastest step that is found where plans need not run on a framework, priced for its software; no
-    more than that of its own plans."""
+    """Seconds of the fastest step found, priced for the framework's software, if plans need not run on the framework;
+    at most that of the framework's own plans."""
     wider = Explorer(explorer.profile, explorer.cluster, explorer.training)
     step_s = explorer.model.software.step_s
     until_s = time.monotonic() + time_limit_s / 2
@@ -258,8 +263,8 @@ def _open_s(explorer: Explorer, pins: Pins, fastest_s: float, time_limit_s: floa
 
 
 def price(explorer: Explorer, solved: Solved) -> _Priced:
-    """The plan of a solved shape with its estimate, whose step is the search's own number, unless a framework cannot be
-    told that plan, but one that recomputes more."""
+    """The plan of a solved shape with its estimate, whose step agrees with the search's. If a framework's settings
+    cannot express that plan, a plan that recomputes more is returned, which they can."""
     plan = explorer.plan_of(solved)
     told = _told(explorer, plan)
     if told is not None:
@@ -273,12 +278,13 @@ def price(explorer: Explorer, solved: Solved) -> _Priced:
 
 
 MOST_TOLD = 60
-"""Plans that are priced as a framework is told them, at most."""
+"""Most plans that are priced in the form in which a framework's settings express them."""
 
 
 def as_told(explorer: Explorer, solved: list[Solved], until_s: float) -> list[_Priced]:
-    """What was solved, the fastest first, as plans of a framework that recomputes as many of the first blocks of every
-    stage: the fewest that fit. Those that may still be the fastest, as that makes none faster."""
+    """Solved shapes as plans of a framework that recomputes equally many of the first blocks of every stage: the fewest
+    with which the plan fits. They are priced fastest first, and only as long as they may still be among the fastest,
+    because this form makes none faster."""
     found: list[_Priced] = []
     for each in sorted(solved, key=lambda each: each.seconds)[:MOST_TOLD]:
         best_s = min((priced.estimate.step_time_s for priced in found), default=float("inf"))
@@ -290,7 +296,8 @@ def as_told(explorer: Explorer, solved: list[Solved], until_s: float) -> list[_P
 
 
 def _told(explorer: Explorer, plan: Plan) -> _Priced | None:
-    """A plan as its framework is told it, where stages recompute unequal numbers of blocks; None where they do not."""
+    """A plan in the form in which its framework's settings express it, if stages recompute unequal numbers of blocks;
+    None if the plan already has that form."""
     framework = explorer.framework
     if framework is None or framework.partly is None:
         return None
@@ -307,7 +314,7 @@ def _told(explorer: Explorer, plan: Plan) -> _Priced | None:
 
 
 def finalists_of(explorer: Explorer, near: list[Solved], followed: list[_Priced]) -> list[_Priced]:
-    """Those of what was solved that may be the simplest of the fastest, in their order."""
+    """Those of the solved shapes, priced and in their order, that may be the simplest plan among the fastest."""
     fastest_s = min((solved.seconds for solved in near), default=float("inf")) + explorer.model.software.step_s
     fastest_s = min([fastest_s, *(priced.estimate.step_time_s for priced in followed)])
     longest_s = fastest_s * (1 + SIMPLE + AGREES) - explorer.model.software.step_s
@@ -315,7 +322,7 @@ def finalists_of(explorer: Explorer, near: list[Solved], followed: list[_Priced]
 
 
 def prediction_of(found: Estimate) -> Prediction:
-    """The figures of an estimate that a plan's document keeps."""
+    """The figures of an estimate that a plan's document stores."""
     return Prediction(
         step_time_s=found.step_time_s,
         tokens_per_s=found.tokens_per_s,
@@ -328,15 +335,15 @@ def prediction_of(found: Estimate) -> Prediction:
 
 
 def simplest(priced: list[_Priced]) -> _Priced:
-    """The simplest of those within 1% of the fastest by simulation."""
+    """The simplest of the plans whose simulated step is within 1% of the fastest."""
     fastest = min(p.estimate.step_time_s for p in priced)
     near = [p for p in priced if p.estimate.step_time_s <= fastest * (1 + SIMPLE)]
     return min(near, key=lambda p: preference(p.plan, p.estimate))
 
 
 def _by_rules(explorer: Explorer, pins: Pins) -> Iterator[Solved]:
-    """The best that each rule of thumb leads to, of those that what is pinned allows; a few seconds for each: what is
-    there when the time for the whole space is over before its first plan."""
+    """The best plan of each rule of thumb, if the pins allow it; each is looked for during a few seconds. They are used
+    if the time for the whole space ends before the first plan is found."""
     for rule in rules_of_thumb(explorer.cluster, explorer.training):
         for attempt in rule.attempts:
             found = explorer.explore(attempt, time.monotonic() + RULE_S, near=0).best
@@ -346,14 +353,15 @@ def _by_rules(explorer: Explorer, pins: Pins) -> Iterator[Solved]:
 
 
 def _as_said(rule: RuleOfThumb, profile: ModelProfile, pins: Pins) -> RuleOfThumb:
-    """A rule of thumb with the micro-batch that the user says, where it is a part of what is trained."""
+    """A rule of thumb with the pinned micro-batch, if the loss couples samples, so that the micro-batch changes what is
+    trained."""
     if not profile.coupling or pins.micro_batch is None:
         return rule
     return replace(rule, attempts=tuple(replace(each, micro_batch=pins.micro_batch) for each in rule.attempts))
 
 
 def _follow(explorer: Explorer, rule: RuleOfThumb, deadline: float) -> _Priced | None:
-    """The plan that a rule of thumb leads to, or None if none of its attempts fits."""
+    """The plan that a rule of thumb leads to; None if none of its attempts fits."""
     for pins in rule.attempts:
         outcome = explorer.explore(pins, min(deadline, time.monotonic() + RULE_S), near=0)
         if outcome.best is not None:
@@ -362,7 +370,7 @@ def _follow(explorer: Explorer, rule: RuleOfThumb, deadline: float) -> _Priced |
 
 
 def is_allowed(model: CostModel, pins: Pins, plan: Plan) -> bool:
-    """Whether a plan agrees with what is pinned."""
+    """Whether a plan agrees with the pins."""
     layers = plan.layers
     wanted = [layer.recompute if pins.recompute is None else model.pinned(kind, pins.recompute)
               for layer, kind in zip(layers, model.kinds, strict=True)]  # fmt: skip
@@ -391,8 +399,8 @@ def _baseline(explorer: Explorer, rule: RuleOfThumb, priced: _Priced | None, cho
 
 
 def _at_its_best(explorer: Explorer, solved: Solved, pins: Pins, deadline: float) -> Solved:
-    """The best plan of the same degrees and schedule. Of runners-up the search solves what has the least bound first,
-    which need not be the micro-batch that suits them."""
+    """The best plan with the degrees and schedule of a runner-up. The search solves shapes in the order of their
+    bounds, so the micro-batch that it has solved for a runner-up need not be the best."""
     shape = solved.shape
     alike = replace(pins.as_in(shape), data_replicate=shape.data_replicate, data_shard=shape.data_shard)
     cutoff_s = solved.seconds * (1 + TIE)  # it is found again where it is the best, and its cuts are looked at
@@ -408,9 +416,9 @@ def _runners_up(
     pins: Pins,
     deadline: float,
 ) -> list[Candidate]:
-    """The best plan of each other family of layouts that was met, none beaten by another micro-batch; where rules of
-    thumb and these are too few, the best without one of the plan's kinds of parallelism, and then other layouts of its
-    own family."""
+    """The best plan of each other family of layouts that the search has met, with the best micro-batch. If these and
+    the rules of thumb are too few, also the best plan without one of the plan's kinds of parallelism, and then other
+    layouts of its own family."""
     seen = {shape_of(chosen.plan).layout}
     families, found, step_s = {family(chosen.plan.degrees)}, list[Candidate](), chosen.estimate.step_time_s
 
@@ -442,8 +450,8 @@ def _runners_up(
 
 
 def _with_less(plan: Plan, pins: Pins) -> Iterator[list[Pins]]:
-    """For each kind of parallelism that the plan has and the pins leave open, degrees without it: its ranks go to the
-    data, or to tensor ranks as far as a host has them, or to stages. Where these stay, so does the schedule."""
+    """For each kind of parallelism that the plan has and the pins leave open: several pins without it. Its ranks become
+    data ranks, or tensor ranks as far as a host has enough, or stages. If stages stay, the schedule stays, too."""
     degrees, per_host = plan.degrees, plan.cluster.devices_per_host
     had = {name: getattr(degrees, name) for name in ("context", "pipeline", "tensor", "expert")}
     tied = {
@@ -467,7 +475,7 @@ def _with_less(plan: Plan, pins: Pins) -> Iterator[list[Pins]]:
 
 
 def _beside(explorer: Explorer, solved: Solved, chosen: _Priced) -> Candidate:
-    """A solved shape as a candidate, named by its layout."""
+    """A solved shape as a candidate, with its layout as the label."""
     priced = price(explorer, solved)
     label = f"{priced.plan.label}, micro-batch {priced.plan.micro_batch}"
     verdict = compared(priced.estimate, chosen.estimate).noted(priced_mark(priced.plan))

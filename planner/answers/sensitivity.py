@@ -1,4 +1,5 @@
-"""How the step time hangs on each number of the cluster, the plan unchanged: what is robust, and what overtakes."""
+"""How the step time of a fixed plan depends on each number of the cluster: where the plan is robust, and which layouts
+would overtake it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,14 +16,14 @@ _LATENCY = "latency of links"
 
 @dataclass(frozen=True)
 class Overtaking:
-    """A layout that would be faster than the plan. factor: what the number of the cluster is multiplied by there."""
+    """A layout that would be faster than the plan. factor: by which the number of the cluster is multiplied then."""
 
     label: str
     factor: float
 
     @property
     def change(self) -> str:
-        """What becomes of the number: "-20%"."""
+        """The change of the number in words: "-20%"."""
         return f"{self.factor - 1:+.0%}"
 
     def __str__(self) -> str:
@@ -31,7 +32,7 @@ class Overtaking:
 
 @dataclass(frozen=True)
 class Shift:
-    """Step time when one number of the cluster is 20% lower or higher, the plan unchanged."""
+    """Step time of a fixed plan if one number of the cluster is 20% lower or higher."""
 
     name: str
     value: str
@@ -43,7 +44,7 @@ class Shift:
 def sensitivity(
     plan: Plan, found: Estimate, profile: ModelProfile, others: Sequence[Candidate] = ()
 ) -> tuple[Shift, ...]:
-    """Step time of the plan with each number of its cluster 20% lower and higher, largest effect first; and which of
+    """Step time of the plan with each number of its cluster 20% lower and higher, largest effect first, and which of
     the other layouts would then be faster by more than 1%."""
     cluster = plan.cluster
     rates = _numbers(cluster, plan.training.precision)
@@ -67,7 +68,7 @@ def sensitivity(
 
 
 def _numbers(cluster: ClusterSpec, precision: str) -> dict[str, str]:
-    """Name -> value, with its unit, of each number of a cluster; from the least to the most where hosts differ."""
+    """Name -> value with its unit, for each number of a cluster; "smallest to largest" if hosts differ."""
 
     def values(words: Callable[[float], str], each: Sequence[float]) -> str:
         return " to ".join(dict.fromkeys(words(value) for value in (min(each), max(each)))) if each else ""
@@ -87,12 +88,12 @@ def _numbers(cluster: ClusterSpec, precision: str) -> dict[str, str]:
 
 
 def repriced(plan: Plan, cluster: ClusterSpec, profile: ModelProfile) -> float:
-    """Seconds of a plan's step on another cluster of as many devices."""
+    """Seconds of a plan's step on another cluster with as many devices."""
     return step_seconds(plan.model_copy(update={"cluster": cluster}), profile)
 
 
 def scaled(cluster: ClusterSpec, name: str, factor: float) -> ClusterSpec:
-    """The cluster with one number of every device or link multiplied."""
+    """The cluster with one number multiplied by a factor, on every device or link."""
 
     def link(old: Link, changes: str) -> Link:
         if name == _LATENCY:

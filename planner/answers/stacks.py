@@ -1,4 +1,5 @@
-"""What one layout takes under each training stack that could run it: a prediction is of a layout and of a stack."""
+"""What one layout takes under each training stack that could run it, because a prediction is always for a layout and a
+stack."""
 
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ from ..plan.training import COMPILING, REFERENCE
 
 @dataclass(frozen=True)
 class OnStack:
-    """A plan's layout under a stack: seconds of a step, and bytes by which its fullest device is over its budget."""
+    """A plan's layout under a training stack: seconds of a step, and bytes by which its fullest device exceeds its
+    budget."""
 
     software: str
     description: str
@@ -24,7 +26,7 @@ class OnStack:
     is_plans: bool
 
     def in_words(self, plans_s: float) -> str:
-        """The step in a line, beside the plan's."""
+        """A line with the step, and how it compares with the plan's. plans_s: seconds of the plan's step."""
         line = format_seconds(self.step_s)
         if not self.is_plans:
             line += f", {abs(self.step_s / plans_s - 1.0):.0%} {'more' if self.step_s > plans_s else 'less'}"
@@ -34,8 +36,9 @@ class OnStack:
 
 
 def under_stacks(plan: Plan, profile: ModelProfile) -> tuple[OnStack, ...]:
-    """The plan's layout under its own stack first, and then under each of today's that could run it, the fastest
-    first. Layers recompute as the plan says, so that a stack that keeps less is not given what it would spare."""
+    """The plan's layout under its own stack, and then under each of today's stacks that could run it, fastest first.
+    Layers recompute as the plan says, so a stack that keeps less gets no credit for recompute that it would not
+    need."""
     own = plan.training.software
     others = [_on(plan, name, profile, own) for name in _could_run(plan, profile) if name != own.split("+")[0]]
     return _on(plan, own, profile, own), *sorted(others, key=lambda each: each.step_s)
@@ -51,7 +54,8 @@ def _on(plan: Plan, software: str, profile: ModelProfile, own: str) -> OnStack:
 
 
 def _could_run(plan: Plan, profile: ModelProfile) -> list[str]:
-    """Stacks that could run a layout: torch's where the executor runs it, Megatron-Core where its settings say it."""
+    """Stacks that could run a layout: those of torch if our executor runs it, and those of frameworks whose settings
+    can express it."""
     found = [] if not_run(plan) else [REFERENCE, COMPILING]
     for framework in (FRAMEWORKS["torchtitan"], FRAMEWORKS["megatron"]):
         if framework.software not in found and _runs(framework, plan, profile):
@@ -60,7 +64,7 @@ def _could_run(plan: Plan, profile: ModelProfile) -> list[str]:
 
 
 def _runs(framework: Framework, plan: Plan, profile: ModelProfile) -> bool:
-    """Whether a framework can split a model and its state as a plan does; which blocks recompute is left aside."""
+    """Whether a framework can split a model and its state as a plan does; which blocks recompute is not considered."""
     shape, pipeline = shape_of(plan), plan.degrees.pipeline
     asked = Asked(shape, profile, plan.training)
     if framework.cannot_run(profile, plan.training) or framework.split_rule(asked) or framework.data_rule(asked):

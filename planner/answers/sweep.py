@@ -1,5 +1,5 @@
-"""The best plan at each of several points (GPUs, sequence length, batch): what it costs, where its kind changes, and
-what more of each resource would be worth there."""
+"""The best plan at each of several points (GPUs, sequence length, batch): what it costs, where the kind of plan
+changes, and what more of each resource would be worth there."""
 
 import re
 import time
@@ -21,17 +21,18 @@ from .sensitivity import scaled, sensitivity
 from .why_not import best_of
 
 ALMOST = 0.999
-"""A price is right to a tenth of a percent: only plans that are faster by more than that are looked for."""
+"""Only plans with a step below so many times the known one are looked for: prices need to be right to a tenth of a
+percent."""
 
 _PRICING_S = 30.0
-"""For all searches that price what more of each resource is worth at a point."""
+"""Seconds for all searches at one point that price what more of each resource is worth."""
 
 _NUMBERS = re.compile(r"(?: over)? \d+(?:x\d+)?(?: x \d+)?| \([^)]*\)| with sequence parallel")
 
 
 @dataclass(frozen=True)
 class Point:
-    """One question of a sweep, and its answer: a result, or why there is none; none: the same in two words."""
+    """One question of a sweep with its answer: a result, or why there is none (none: the same in two words)."""
 
     profile: ModelProfile
     cluster: ClusterSpec
@@ -42,17 +43,18 @@ class Point:
 
     @property
     def num_devices(self) -> int:
-        """GPUs of the point."""
+        """Number of GPUs."""
         return self.cluster.num_devices
 
     @property
     def kind(self) -> str:
-        """Kinds of parallelism of the plan, without their degrees: "FSDP + TP"; or that nothing fits, is legal, or was
-        found in time."""
+        """Kinds of parallelism of the plan, without degrees ("FSDP + TP"); without a plan, that nothing fits, is legal,
+        or was found."""
         return self.none if self.result is None else kind_in_words(self.result.plan)
 
     def cost_per_million(self, price_per_hour: float) -> float | None:
-        """US dollars for a million tokens (samples, where there is no sequence) at the price of one device."""
+        """US dollars for a million tokens (samples, if the model has no sequence); None without a plan. price_per_hour:
+        of one device."""
         if self.result is None:
             return None
         return self.num_devices * price_per_hour / 3600 / self.result.estimate.tokens_per_s * 1e6
@@ -60,7 +62,8 @@ class Point:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A question of a sweep that cannot be asked, and why; seq_len: None where no length can be asked there."""
+    """A question of a sweep that cannot be asked, and why; seq_len: None if no sequence length can be asked with so
+    many GPUs."""
 
     num_devices: int
     seq_len: int | None
@@ -74,7 +77,7 @@ class LeftOut:
 
 
 def left_out_in_words(left_out: Iterable[LeftOut]) -> list[str]:
-    """A sentence for each reason, with all points that it keeps out."""
+    """One sentence for each reason, with all points that it excludes."""
     points: dict[str, list[str]] = {}
     for each in left_out:
         points.setdefault(each.why, []).append(each.name)
@@ -83,7 +86,8 @@ def left_out_in_words(left_out: Iterable[LeftOut]) -> list[str]:
 
 @dataclass(frozen=True)
 class Price:
-    """Share by which the step gets longer (negative: shorter) where there is more of something, planned anew."""
+    """What more of one resource is worth: share by which the step of the best plan changes (negative: it gets
+    shorter)."""
 
     name: str
     share: float
@@ -100,7 +104,7 @@ def sweep(
     time_limit_s: float = 60.0,
     progress: Callable[[str, float | None], None] = lambda *_: None,
 ) -> tuple[Point, ...]:
-    """The answer at every point, in order; what fits or is legal nowhere says why."""
+    """The answer at every point, in order; a point without a plan says why there is none."""
     points = []
     for profile, cluster, training in jobs:
         length = "" if profile.seq_len is None else f", {profile.seq_len:,} tokens"
@@ -119,7 +123,7 @@ def sweep(
 
 
 def changes_of_kind(points: Sequence[Point]) -> list[str]:
-    """Per sequence length, in a sentence, which kind of plan is best from how many GPUs on."""
+    """For each sequence length a sentence that says which kind of plan is best from how many GPUs on."""
     sentences = []
     for length in dict.fromkeys(point.profile.seq_len for point in points):
         line = sorted((p for p in points if p.profile.seq_len == length), key=lambda p: p.num_devices)
@@ -140,7 +144,8 @@ def _times(count: int) -> str:
 
 
 def marginal_prices(point: Point, pins: Pins) -> tuple[Price, ...]:
-    """What more of each resource is worth at a point, planned anew with it; most first. Empty where nothing fits."""
+    """What more of each resource is worth at a point, most first; for each the job is planned again. Empty without a
+    plan."""
     if point.result is None:
         return ()
     deadline = time.monotonic() + _PRICING_S
@@ -161,8 +166,9 @@ def marginal_prices(point: Point, pins: Pins) -> tuple[Price, ...]:
 def _best_s(
     point: Point, cluster: ClusterSpec, known: Sequence[Plan], pins: Pins, deadline: float, before_s: float
 ) -> float:
-    """Seconds of the fastest step on a richer cluster than the point's: that of the plans known there, which fit here
-    as well, or of a faster one, which alone is searched for. before_s: of the fastest plan there."""
+    """Seconds of the fastest step on a cluster with more of some resource: that of the fastest known plan there, or of
+    a faster one, if the search finds any. known: plans that fit on the point's own cluster, and so on this one;
+    before_s: fastest step on the point's own."""
     moved = [estimate(plan.model_copy(update={"cluster": cluster}), point.profile) for plan in known]
     found_s = min(before_s, *(each.step_time_s for each in moved))
     explorer = Explorer(point.profile, cluster, point.training, pins.framework)
@@ -181,7 +187,8 @@ def _with_memory(cluster: ClusterSpec, more_bytes: float) -> ClusterSpec:
 
 
 def robustness(point: Point) -> str:
-    """Whether the plan stays the best of those priced when each constant of the cluster is 20% lower or higher."""
+    """A sentence that says whether the plan stays the best of those that were priced, if any constant of the cluster is
+    20% lower or higher; "" without a plan."""
     if point.result is None:
         return ""
     result = point.result
@@ -201,11 +208,12 @@ def robustness(point: Point) -> str:
 def cluster_for(
     objective: Objective, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins
 ) -> tuple[ClusterSpec, str]:
-    """(The part of a cluster that an objective asks for, of equal devices spread evenly over as few hosts as hold
-    them, at an unchanged batch, what is said of it.)
+    """(the part of a cluster that an objective asks for, a clause on it). The part has equal devices, spread evenly
+    over as few hosts as hold them; the batch stays the same.
 
-    throughput: all of it. min-gpus: the fewest on which anything fits. cost: those on which a token costs least; the
-    price of a device does not matter, as all are alike. The whole cluster where nothing smaller does.
+    throughput: the whole cluster. min-gpus: the fewest devices on which anything fits. cost: the number of devices with
+    the lowest cost of a token; the price of a device does not matter, as all are equal. The whole cluster if no part
+    does.
     """
     if objective is Objective.THROUGHPUT:
         return cluster, ""

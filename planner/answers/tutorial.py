@@ -1,4 +1,5 @@
-"""Tutorials' model parallelism on two GPUs as plans with a price: one half each, and the end back on the first GPU."""
+"""Model parallelism as tutorials show it for two GPUs, as plans with a price: a half on each, or the last quarter back
+on the first GPU."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,14 +16,14 @@ from .explain import does_not_fit
 from .why_not import priced_answer
 
 _FEWEST_LAYERS = 4
-"""So many are needed for an end that goes back."""
+"""Fewest layers with which the end of the model can be put back on the first GPU."""
 
 _LEFT_OUT = "where ranks hold several stages, the search tries cuts that balance the ranks"
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A split that tutorials draw, as a plan of the same job, and how it compares."""
+    """A split that tutorials show, as a plan of the same job, and how it compares with the plan."""
 
     name: str
     sentence: str
@@ -31,16 +32,16 @@ class Lesson:
 
 
 def lessons(plan: Plan, found: Estimate, profile: ModelProfile) -> tuple[Lesson, ...]:
-    """What tutorials teach for two GPUs, beside the plan; nothing for other numbers of them, or where the model cannot
-    be cut so. As in the tutorials the whole batch passes at once, so that one GPU works while the other waits."""
+    """Splits that tutorials show for two GPUs, compared with the plan; empty for other numbers of GPUs, or if the model
+    cannot be cut so. As in the tutorials the whole batch passes at once, so one GPU works while the other waits."""
     if plan.cluster.num_devices != 2:
         return ()
     return tuple(_priced(plan, found, profile, *each) for each in _splits(profile))
 
 
 def _splits(profile: ModelProfile) -> Iterator[tuple[Schedule, tuple[int, ...]]]:
-    """(schedule, first layer of every stage but the first): two halves, and a quarter, a half and a quarter that goes
-    back, where the halves in the middle are neighbours on one GPU."""
+    """(schedule, first layer of every stage but the first) of each split: two halves; and a quarter and the last
+    quarter on one GPU, with the two quarters between them on the other."""
     places, num_layers = legal_cuts(profile), len(profile.layers)
     if places:
         yield "gpipe", (min(places, key=lambda place: abs(place - num_layers / 2)),)

@@ -1,4 +1,4 @@
-"""What became of a set-up: as data that code decides by, and as the words that people read."""
+"""Verdicts on set-ups, as data for code and as words for people."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class VerdictKind(StrEnum):
-    """What became of a set-up, beside the plan."""
+    """How a set-up compares with the plan, or why it cannot be compared."""
 
     PLAN = "the plan"
     FITS = "fits"
@@ -21,11 +21,11 @@ class VerdictKind(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a set-up, with the numbers it comes from; `str` puts it in words.
+    """The verdict on a set-up, with the numbers behind it; `str` puts it into words.
 
-    detail: which rule excludes it, what is over its budget, what costs most where it is slower, or why one that is
-    faster is not the plan. ratio: its step over the plan's, less one. stage, over_bytes: the stage that is most over
-    its budget, and by how much. note: what is said after the words.
+    detail: the rule that excludes it; what exceeds its budget; what costs most, if it is slower; or why it is not the
+    plan, if it is faster. ratio: its step over the plan's, less one. stage, over_bytes: the stage that exceeds its
+    budget most, and by how much. note: words to put after the others.
     """
 
     kind: VerdictKind
@@ -58,7 +58,7 @@ class Verdict:
 
     @property
     def pace(self) -> str:
-        """The step beside the plan's: "3.1% slower", or from twice as long on "2.4 times as long"."""
+        """How the step compares with the plan's: "3.1% slower"; from twice as long on "2.4 times as long"."""
         if self.is_times_as_long:
             return f"{1 + self.ratio:.1f} times as long"
         return f"{abs(self.ratio):.1%} {'slower' if self.ratio > 0 else 'faster'}"
@@ -69,13 +69,13 @@ class Verdict:
         return self.ratio >= 1
 
     def noted(self, note: str) -> "Verdict":
-        """This verdict with something more said after it."""
+        """This verdict with more words after it."""
         return replace(self, note=self.note + note)
 
 
 FITS = Verdict(VerdictKind.FITS)
 CUT_SHORT = "; the best of it that was found in time"
-"""Noted where the search for the best of a set-up was not brought to its end."""
+"""Note for a set-up whose search for the best plan ended before it was complete."""
 LATE = Verdict(VerdictKind.NOT_FOUND, note=" in the time there was; it may fit")
 THE_PLAN = Verdict(VerdictKind.PLAN)
 
@@ -86,6 +86,6 @@ def not_legal(rule: str) -> Verdict:
 
 
 def nearest(verdicts: Iterable[Verdict]) -> Verdict:
-    """Of what became of several attempts that all failed: the first that is legal, or the first."""
+    """The verdict to show for several attempts that all failed: the first that is legal, or else the first."""
     found = list(verdicts)
     return next((verdict for verdict in found if verdict.kind is not VerdictKind.ILLEGAL), found[0])

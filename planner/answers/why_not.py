@@ -1,4 +1,5 @@
-"""What a set-up leads to, and why it is not the plan: illegal by a rule, over memory on a stage, or slower."""
+"""The best plan of a set-up, and why it is not the plan: it breaks a rule, exceeds the memory of a stage, or is
+slower."""
 
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from .search import pins_of
 from .verdict import CUT_SHORT, FITS, VerdictKind, nearest
 
 SMALL = 0.02
-"""Share of the plan's step below which a cause is not worth a word."""
+"""Share of the plan's step below which a cause is not mentioned."""
 
 
 _SIMPLER = "is simpler or leaves more memory free"
@@ -30,7 +31,7 @@ _SIMPLER = "is simpler or leaves more memory free"
 
 @dataclass(frozen=True)
 class Answer:
-    """Why a set-up is not the plan. plan and estimate: what it leads to at its best, if that is legal and fits."""
+    """Why a set-up is not the plan. plan, estimate: the set-up at its best; None if it is not legal or does not fit."""
 
     asked: str
     kind: VerdictKind
@@ -42,8 +43,8 @@ class Answer:
 def best_of(
     explorer: Explorer, pins: Pins, deadline: float, cutoff_s: float = float("inf")
 ) -> tuple[Plan, Estimate] | None:
-    """The fastest plan under these pins, priced; None if none fits, none has a step below `cutoff_s`, or none
-    was found until time.monotonic() is `deadline` (at least a second from now)."""
+    """The fastest plan under these pins, with its estimate. None if none fits, none has a step below `cutoff_s`, or
+    none was found before time.monotonic() reached `deadline`; at least a second is searched."""
     outcome = explorer.explore(pins, max(deadline, time.monotonic() + 1.0), near=0, cutoff_s=cutoff_s)
     if outcome.best is None:
         return None
@@ -52,13 +53,13 @@ def best_of(
 
 
 def first_that_fits(explorer: Explorer, attempts: Sequence[Pins], deadline: float) -> tuple[Plan, Estimate] | None:
-    """The fastest plan under the first of these pins that has one."""
+    """The fastest plan under the first of these pins that has any; None if none has."""
     found = (best_of(explorer, pins, deadline) for pins in attempts)
     return next((each for each in found if each is not None), None)
 
 
 def followed(explorer: Explorer, rule: RuleOfThumb, deadline: float) -> Candidate:
-    """What a rule of thumb leads to; without plan and estimate where none of its attempts fits."""
+    """What a rule of thumb leads to; without plan and estimate if none of its attempts fits."""
     for pins in rule.attempts:
         outcome = explorer.explore(pins, max(deadline, time.monotonic() + 1.0), near=0)
         if outcome.best is not None:
@@ -75,7 +76,7 @@ def why_not(
 ) -> Answer:
     """Why the plan is not this set-up.
 
-    attempts: what the set-up pins; where there are several, the first that fits is meant. seconds: for pricing it.
+    attempts: the set-up as pins; if there are several, the first that fits counts. seconds: time limit for pricing it.
     """
     other = first_that_fits(explorer, attempts, time.monotonic() + seconds)
     if other is not None:
@@ -85,10 +86,11 @@ def why_not(
 
 
 def why_not_setup(explorer: Explorer, setup: Setup, plan: Plan, found: Estimate, seconds: float = 30.0) -> Answer:
-    """Why the plan is not this set-up, which leaves nothing out of account but what it does not say.
+    """Why the plan is not this set-up, where everything that the set-up says is fixed and the rest is chosen at its
+    best.
 
-    Where nothing is said of the data ranks they are replicas, as the answer says; where these do not fit it also
-    prices the same with the model's state sharded over them.
+    If it says nothing of data ranks they are taken as replicas, and the answer says so. If these do not fit, the answer
+    also has the price of the same set-up with state sharded over them.
     """
     answer = why_not(explorer, setup.label, (pins_of(setup),), plan, found, seconds)
     if not setup.replicas_assumed or answer.kind is VerdictKind.ILLEGAL:
@@ -109,14 +111,15 @@ def why_not_setup(explorer: Explorer, setup: Setup, plan: Plan, found: Estimate,
 
 
 def not_legal(asked: str, rule: str) -> Answer:
-    """The answer for what no layout agrees with."""
+    """The answer for a set-up that no layout satisfies."""
     return Answer(asked, VerdictKind.ILLEGAL, f"{asked} is not legal: {rule}")
 
 
 def why_not_plan(explorer: Explorer, asked: str, other: Plan, plan: Plan, found: Estimate) -> Answer:
-    """Why the plan is not this other plan of the same model, as the other stands: on the plan's cluster, for its job.
+    """Why the plan is not this other plan of the same model. The other one is priced as it is, on the plan's cluster
+    and for its job.
 
-    Raises ValueError where the other is of another model, number of GPUs or global batch.
+    Raises ValueError if the other is for another model, number of GPUs or global batch.
     """
     count, batch = plan.cluster.num_devices, plan.training.global_batch
     if other.degrees.num_devices != count:
@@ -146,8 +149,8 @@ _NOT_SEARCHED = "it was pinned away or not searched when this was planned"
 def priced_answer(
     asked: str, other: Plan, priced: Estimate, plan: Plan, found: Estimate, left_out: str = _NOT_SEARCHED
 ) -> Answer:
-    """The answer for a set-up that fits: how much slower, and where the time goes. left_out: why one that is faster is
-    not the plan."""
+    """The answer for a set-up that fits: how much slower it is, and where the time goes. left_out: why a faster set-up
+    is not the plan."""
     ratio = priced.step_time_s / found.step_time_s - 1.0
     leads = f"{other.label}, micro-batch {other.micro_batch}{priced_mark(other)}"
     times = f"{format_seconds(priced.step_time_s)} against {format_seconds(found.step_time_s)}"
@@ -182,7 +185,7 @@ def _causes_in_words(apart: dict[str, float], step_s: float, *, more: bool) -> s
 
 
 def _no_plan(explorer: Explorer, asked: str, pins: Pins) -> Answer:
-    """The answer for a set-up that has no plan."""
+    """The answer for pins without a plan."""
     closest = closest_plan(explorer, pins)
     if closest is None:
         return not_legal(asked, closest_verdict(explorer, pins, {}).detail)
@@ -193,7 +196,7 @@ def _no_plan(explorer: Explorer, asked: str, pins: Pins) -> Answer:
 
 
 def _over(asked: str, how: str, closest: Closest) -> Answer:
-    """The answer for what is over its budget: on which stage, by how much, and what it holds there."""
+    """The answer for a plan that does not fit: on which stage, by how much, and what that stage holds."""
     memory = closest.estimate.memory[closest.stage]
     items = sorted(memory.items.items(), key=lambda item: -item[1])[:3]
     return Answer(

@@ -1,4 +1,5 @@
-"""What is predicted of one rank's kernels, and a step made of measured kernels and predicted communication."""
+"""Predicted seconds of the kernels of one rank, and the step of a whole job made of measured kernels and predicted
+communication."""
 
 from collections.abc import Mapping
 
@@ -10,13 +11,14 @@ from .simulate import simulate
 
 
 def kernels_s(plan: Plan, profile: ModelProfile, found: Estimate, position: int) -> float:
-    """Seconds of a step that a rank at this pipeline coordinate computes: all passes, what is run again, and the
+    """Seconds that the rank at this pipeline coordinate computes in a step: forwards, backwards, recompute, and the
     optimizer (that of the busiest stage). Communication and waiting are left out."""
     return all_kernels_s(CostModel(profile, plan.cluster, plan.training), plan, found)[position]
 
 
 def all_kernels_s(model: CostModel, plan: Plan, found: Estimate) -> tuple[float, ...]:
-    """[pipeline coordinate] -> kernels_s there. model: of the plan's cluster and job."""
+    """[pipeline coordinate] -> seconds as `kernels_s` gives them. model: the cost model of the plan's cluster and
+    job."""
     stages = stages_by(model, plan)
     kernels = []
     for position in range(plan.degrees.pipeline):
@@ -27,8 +29,8 @@ def all_kernels_s(model: CostModel, plan: Plan, found: Estimate) -> tuple[float,
 
 
 def composed_step_s(plan: Plan, profile: ModelProfile, found: Estimate, ratios: Mapping[int, float]) -> float | None:
-    """Seconds of the whole job's step if kernels take `ratios` [pipeline coordinate] times what is predicted, and
-    communication what is predicted; None where a stage has no ratio."""
+    """Seconds of the whole job's step, if on each pipeline coordinate kernels take `ratios` times what is predicted and
+    communication takes what is predicted; None if a coordinate has no ratio."""
     if set(ratios) < set(range(plan.degrees.pipeline)):
         return None
     if plan.degrees.pipeline == 1:
@@ -37,7 +39,7 @@ def composed_step_s(plan: Plan, profile: ModelProfile, found: Estimate, ratios: 
 
 
 def _passes_s(plan: Plan, profile: ModelProfile, ratios: Mapping[int, float]) -> float:
-    """Seconds of the schedule with the compute of every stage's passes so many times as long."""
+    """Seconds that the schedule takes if the compute of every stage takes its ratio times what is predicted."""
     forward, backward, weight = [], [], []
     for stage, (cost, layers) in enumerate(priced_stages(plan, profile)):
         more = ratios[plan.position_of(stage)] - 1.0

@@ -1,4 +1,5 @@
-"""Seconds of a step's communication by mesh axis, hidden behind computing or not: what a run's clock is set beside."""
+"""Seconds of a step's communication by mesh axis, whether it is hidden behind compute or not: the clock of a run is
+compared with them."""
 
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import GroupAxis, Plan
@@ -10,7 +11,8 @@ from .layer_cost import CostModel
 
 
 def axis_seconds(plan: Plan, profile: ModelProfile) -> dict[GroupAxis, float]:
-    """Axis -> seconds of all calls of the rank that passes most, one after the other, were nothing waited for."""
+    """Mesh axis -> seconds that all its collectives take in a step if they run one after the other and never wait for a
+    peer; for each kind of collective, of the rank with most of it."""
     model, shape = CostModel(profile, plan.cluster, plan.training), shape_of(plan)
     found: dict[GroupAxis, float] = {}
     for item in estimate(plan, profile).collectives:

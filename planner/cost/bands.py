@@ -17,7 +17,7 @@ _FILE = Path(__file__).with_name("bands.toml")
 
 @dataclass(frozen=True)
 class Band:
-    """The 10% and the 90% quantile of measured over predicted, and of how many runs."""
+    """Quantiles (10% and 90%) of measured over predicted, and the number of runs they come from."""
 
     low: float
     high: float
@@ -29,16 +29,17 @@ class Band:
 
     @property
     def _errors(self) -> NormalDist:
-        """Of the logarithm of measured over predicted, normal, with the two quantiles of the band."""
+        """Normal distribution of the logarithm of measured over predicted that has the two quantiles of the band."""
         low, high = math.log(self.low), math.log(self.high)
         return NormalDist((low + high) / 2, (high - low) / 2 / NormalDist().inv_cdf(0.9))
 
     def risk(self, predicted: float, limit: float) -> float:
-        """Probability that what is predicted is in truth more than a limit."""
+        """Probability that the true value of what is predicted lies above a limit."""
         return 1.0 - self._errors.cdf(math.log(limit / predicted))
 
     def room(self, risk: float) -> float:
-        """Limit over prediction at which the probability of more is a risk, from above 0 to below 1."""
+        """Ratio of limit to prediction at which the true value lies above the limit with probability `risk` (between 0
+        and 1, both excluded)."""
         return math.exp(self._errors.inv_cdf(1.0 - risk))
 
 
@@ -73,29 +74,29 @@ def bands_of(what: Literal["time", "memory"]) -> dict[str, Band]:
 
 
 def published_devices() -> frozenset[str]:
-    """Names of the presets of which there are published runs."""
+    """Names of the device presets for which there are published runs."""
     return frozenset(_file()["runs"]["devices"])
 
 
 def fewest_parameters() -> int:
-    """Of the smallest model of which there are published runs."""
+    """Number of parameters of the smallest model for which there are published runs."""
     return int(_file()["runs"]["fewest_parameters"])
 
 
 MOST_LAUNCH = 0.05
-"""Share of a step that waits for the CPU, above which published runs say nothing of how far off it is: steps of
-small models on an H100 were 38% off at the 90th percentile (benchmarks/one_gpu/results/host.md)."""
+"""Largest share of a step spent waiting for the CPU at which published runs still tell how far a prediction may be off:
+steps of small models on an H100 were 38% off at the 90th percentile (benchmarks/one_gpu/results/host.md)."""
 
 USUAL_RISK = 0.05
-"""Of running out of memory: what plans are made for where nobody says otherwise."""
+"""Probability of running out of memory that plans are made for if the user gives none."""
 
 CPU_MARGIN = 0.05
-"""Share of memory left free on a CPU, of whose memory no published run tells anything."""
+"""Share of memory left free on a CPU, for which there are no published runs."""
 
 
 def memory_risk(plan: Plan) -> float | None:
-    """Probability that a plan's fullest device runs out of memory, by what published runs used; None where none is of
-    the kind, or nothing was predicted."""
+    """Probability that a plan's fullest device runs out of memory, judged by what published runs used; None if no
+    published run is of the kind, or the plan has no prediction."""
     band, found = memory_band(plan), plan.prediction
     if band is None or found is None or not found.stage_memory_bytes:
         return None
@@ -104,7 +105,7 @@ def memory_risk(plan: Plan) -> float | None:
 
 
 def margin_at(risk: float, profile: ModelProfile, device: str) -> float | None:
-    """Share of memory to leave free so that a plan that uses the rest runs out with this probability; None where no
+    """Share of memory to leave free so that a plan which uses all the rest runs out with probability `risk`; None if no
     published run is of the kind."""
     if _no_band(device, profile.seq_len, profile.attention_modules, profile.num_parameters):
         return None
@@ -112,8 +113,8 @@ def margin_at(risk: float, profile: ModelProfile, device: str) -> float | None:
 
 
 def usual_margin(device: str) -> float:
-    """Share of memory to leave free for a model of a kind of which no published run is: on a GPU as much as the others
-    need for the usual risk, as nothing says that less will do."""
+    """Share of memory to leave free for a model of a kind without published runs. On a GPU it is what other kinds need
+    for the usual risk, as nothing says that less would do."""
     return CPU_MARGIN if is_cpu(device) else _margin(USUAL_RISK)
 
 
@@ -127,8 +128,8 @@ def is_cpu(device: str) -> bool:
 
 
 def no_time_band(plan: Plan) -> str:
-    """Why a plan's step time has no band, as a clause, or "": as for `no_band`, or no published run is of one of its
-    devices, or it is the CPU that says how long it takes."""
+    """Reason, as a clause, why a plan's step time has no band; "" if it has one. Beside the reasons of `no_band`: one
+    of its devices has no published runs, or GPUs wait too long for their CPUs (MOST_LAUNCH)."""
     devices = [host.device.name for host in plan.cluster.hosts]
     others = [device for device in devices if device not in published_devices()]
     waits = 0.0 if plan.prediction is None else plan.prediction.launch_share
@@ -140,9 +141,9 @@ def no_time_band(plan: Plan) -> str:
 
 
 def no_band(plan: Plan) -> str:
-    """Why a plan's predictions have no band, as a clause, or "": the published runs are of transformers that train on
-    sequences of tokens, on GPUs, and say nothing of how far predictions of convolutions, images or CPUs are off, nor
-    those of models that are much smaller, whose steps are made of other things."""
+    """Reason, as a clause, why a plan's predictions have no band; "" if they have one. Published runs are of
+    transformers on GPUs that train on sequences of tokens. They do not tell how far predictions are off for CPUs, for
+    convolutions and images, or for models that are much smaller, whose steps consist of other things."""
     model = plan.model
     return _no_band(plan.cluster.device.name, plan.training.seq_len, model.attention_modules, model.num_parameters)
 

@@ -1,4 +1,5 @@
-"""The chain of layers as runs of equal neighbours, its intervals, and the options of layers that no other beats."""
+"""The chain of layers as runs of equal neighbours, its intervals, and those options of layers that no other option
+beats."""
 
 import math
 from bisect import bisect_right
@@ -29,14 +30,15 @@ _Found = TypeVar("_Found")
 
 
 def of_each(rows: Sequence[_Row], find: Callable[[_Row], _Found]) -> list[_Found]:
-    """[row] -> what `find` makes of it; asked once of rows that are one object."""
+    """[row] -> what `find` makes of it. Rows that are one object are looked up once."""
     known = {key: find(row) for key, row in {id(row): row for row in rows}.items()}
     return [known[id(row)] for row in rows]
 
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring layers that are alike in kind, in what crosses on both sides, and in the weights they share."""
+    """Consecutive layers of one kind, with the same tensors crossing before and after each, and the same shared
+    weights."""
 
     start: int
     length: int
@@ -44,7 +46,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Composition:
-    """Intervals of the chain that hold the same number of layers of each run."""
+    """How many layers of each run an interval of the chain holds, from its first run on; the same for many
+    intervals."""
 
     first_run: int
     counts: tuple[int, ...]
@@ -77,21 +80,22 @@ def _runs(profile: ModelProfile) -> tuple[Run, ...]:
 
 
 class Chain:
-    """The model's chain as runs, with every interval's composition; the same for all shapes."""
+    """The model's chain as runs, and the composition of every interval of it; the same for all shapes."""
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
         self.num_layers = len(model.profile.layers)
         self.deadline_s = math.inf
-        """time.monotonic() at which the best options are no longer looked for, but some that fit."""
+        """time.monotonic() from which a stage gets any options that fit, instead of the best ones."""
         self._fastest_s: dict[tuple[object, ...], Floats] = {}
         self._costs: dict[object, tuple[list[list[LayerOption]], list[list[LayerCost]]]] = {}
 
     def priced(
         self, shape: Shape, recompute: Recompute | None, reshard: bool | None, offered: Offered
     ) -> tuple[list[list[LayerOption]], list[list[LayerCost]]]:
-        """([run] -> options of its layers that no other beats, what a layer costs with each), for all schedules of a
-        pipeline that split no backward, or all that do; the costs of runs that cost the same are one object."""
+        """([run] -> options of its layers that no other beats, [run] -> what a layer costs with each of them). They
+        hold for all schedules of a pipeline that split the backward, or for all that do not. Runs that cost the same
+        share one list of costs."""
         key = _any_such_schedule(shape), recompute, reshard, offered
         if key not in self._costs:
             by_kind: dict[Kind, tuple[list[LayerOption], list[LayerCost]]] = {}
@@ -109,7 +113,7 @@ class Chain:
         return self._costs[key]
 
     def fastest_s(self, shape: Shape, recompute: Recompute | None, reshard: bool | None) -> Floats:
-        """[run] -> seconds of a layer per micro-batch at its fastest option: nothing is run again unless that is
+        """[run] -> seconds that a layer takes per micro-batch at its fastest option, without recompute unless that is
         pinned."""
         key = _any_such_schedule(shape), recompute, reshard
         if key not in self._fastest_s:
@@ -127,13 +131,14 @@ class Chain:
 
     @cached_property
     def alike(self) -> list[list[int]]:
-        """Neighbouring runs whose layers are of one kind, so that they differ at most in what crosses beside them."""
+        """Numbers of neighbouring runs whose layers are of one kind, in groups: such runs differ at most in what
+        crosses before and after their layers."""
         kinds = [self.model.kinds[run.start] for run in self.runs]
         return [[number for number, _ in group] for _, group in groupby(enumerate(kinds), key=itemgetter(1))]
 
     @cached_property
     def lengths(self) -> Floats:
-        """[run] -> layers."""
+        """[run] -> number of its layers."""
         return np.array([run.length for run in self.runs], dtype=float)
 
     @cached_property
@@ -143,11 +148,11 @@ class Chain:
 
     @cached_property
     def places(self) -> list[int]:
-        """Layers before which a stage may begin, from the first on, and the end of the chain."""
+        """Layers before which a stage may begin, the first layer included, and then the end of the chain."""
         return [0, *self.model.starts, self.num_layers]
 
     def shared_weights(self, shape: Shape) -> list[tuple[list[int], float]]:
-        """Per group of layers that read one weight: those layers, and its padded elements on one tensor rank."""
+        """For each weight that several layers read: those layers, and its padded elements on one tensor rank."""
         profile = self.model.profile
         result = []
         for group in sorted({g for groups in self.shared_groups for g in groups}):
@@ -164,21 +169,23 @@ class Chain:
         return result
 
     def may_end(self, stage: int, num_stages: int) -> range:
-        """Runs of which the last layer of a stage may be: every stage before and after it has a layer at least."""
+        """Numbers of the runs in which the last layer of a stage may lie, so that every stage before and after it has
+        at least one layer."""
         first, last = self.run_of[[stage, self.num_layers - num_stages + stage]].tolist()
         return range(len(self.runs) - 1 if stage == num_stages - 1 else first, last + 1)
 
     def least_turns(self, rank_of: Sequence[int], per_run: Floats) -> Floats:
-        """[rank][shape] -> bytes that are there in some turn on a rank, at least: in that of the last layer of one of
-        its stages. rank_of: [stage] -> rank; per_run: [run][shape] -> bytes in the turn of a layer."""
+        """[rank][shape] -> lower bound on the bytes that are there during some layer's turn on a rank: those of the
+        last layer of one of its stages, wherever the stage ends. rank_of: [stage] -> rank; per_run: [run][shape] ->
+        bytes in the turn of a layer."""
         found = np.zeros((max(rank_of) + 1, per_run.shape[1]))
         for stage, rank in enumerate(rank_of):
             found[rank] = np.maximum(found[rank], per_run[self.may_end(stage, len(rank_of))].min(axis=0))
         return found
 
     def least_between(self, each: Floats, num_stages: int) -> Floats:
-        """[stage but the last] -> the least of what is given by place, over the places where the stage may end: every
-        other stage has some place. each: [number of the place], and further dimensions that stay."""
+        """[stage but the last] -> the least entry of `each` over the places where the stage may end, so that every
+        other stage has at least one place. each: indexed by the number of the place; further dimensions stay."""
         spare = len(self.places) - num_stages
         if spare < 1:
             return np.zeros((num_stages - 1, *each.shape[1:]))
@@ -186,9 +193,9 @@ class Chain:
         return found
 
     def counted_twice(self, shape: Shape) -> float:
-        """Padded elements on one tensor rank that layers of one stage may count more than once: of weights that several
-        of them read. Every other stage of the pipeline holds some place of the chain, so that layers far apart are
-        never in one stage, as an embedding at one end and a head at the other."""
+        """Upper bound on the padded elements (on one tensor rank) that layers of one stage count more than once,
+        because several of them read the weight. Layers that are far apart, as an embedding at one end and a head at the
+        other, are never in one stage: every other stage needs a place between them."""
         most = len(self.places) - shape.pipeline
         twice = 0.0
         for layers, elements in self.shared_weights(shape):
@@ -198,9 +205,10 @@ class Chain:
         return twice
 
     def waiting_bytes(self, shape: Shape) -> list[float]:
-        """[run] -> bytes of tensors that pass by a layer while it has its turn: gradients of what later layers have
-        read already and an earlier one has made, and what is kept of it, where that counts with its last reader. Of
-        stages of a pipeline none: what passes by them is sent."""
+        """[run] -> bytes of other layers' tensors that are there during the turn of one of its layers: gradients that
+        later layers have made for a tensor of an earlier one, and the tensor itself if it is kept for this layer or an
+        earlier one, since its bytes are counted with its last reader. 0 in a pipeline, where what passes by a stage is
+        sent."""
         if shape.pipeline > 1:
             return [0.0] * len(self.runs)
         at = np.array([1.0, shape.samples, 1.0, shape.samples])
@@ -210,12 +218,12 @@ class Chain:
 
     @cached_property
     def run_of(self) -> Ints:
-        """[layer] -> run."""
+        """[layer] -> number of its run."""
         return np.repeat(np.arange(len(self.runs)), [run.length for run in self.runs])
 
     @cached_property
     def compositions(self) -> tuple[Composition, ...]:
-        """Every composition an interval can have."""
+        """All compositions that intervals of the chain have."""
         return self._intervals[0]
 
     @cached_property
@@ -250,7 +258,7 @@ class Chain:
 
     @memo_by(lambda _, shape: (work_of(shape), shape.pipeline == 1))
     def arrivals(self, shape: Shape) -> Arrivals:
-        """What stages hold of tensors from earlier ones, [composition]."""
+        """[composition] -> what a stage with it holds of tensors from earlier stages."""
         return self.model.arrivals(shape, *self.examples)
 
     @cached_property
@@ -280,7 +288,7 @@ class Chain:
 
     @cached_property
     def counts(self) -> Floats:
-        """[composition][run] -> layers."""
+        """[composition][run] -> number of layers."""
         table = np.zeros((len(self.compositions), len(self.runs)))
         for i, composition in enumerate(self.compositions):
             table[i, composition.first_run : composition.last_run + 1] = composition.counts
@@ -288,14 +296,15 @@ class Chain:
 
 
 def _any_such_schedule(shape: Shape) -> Shape:
-    """One shape for all whose layers cost the same."""
+    """The shape with one schedule in place of all under which its layers cost the same."""
     if shape.pipeline == 1:
         return shape
     return replace(shape, schedule="zb-h1" if shape.schedule in ZERO_BUBBLE else "1f1b", virtual_stages=1)
 
 
 def unbeaten(costs: Sequence[LayerCost]) -> list[int]:
-    """Options, by their costs, that no other matches in time and in bytes at every moment; of equals the first."""
+    """Indices of those options, given by their costs, for which no other option is at most as large in every time and
+    in bytes at every moment; of equal options the first."""
     table = np.array([_felt(cost) for cost in costs])
     no_worse = (table[:, None, :] <= table[None, :, :]).all(axis=2)
     order = np.arange(len(costs))
@@ -304,8 +313,9 @@ def unbeaten(costs: Sequence[LayerCost]) -> list[int]:
 
 
 def _felt(cost: LayerCost) -> tuple[float, ...]:
-    """All that a stage feels of an option: less of each is better. What a layer keeps counts with and without what has
-    arrived, which stands in for what the stage holds of it anyway."""
+    """All numbers of an option that change what a stage costs; less of each is better. What a layer keeps counts with
+    and without the tensors that arrive from earlier layers, which may take the place of what the stage holds of them
+    anyway."""
     return (
         cost.forward_total_s,
         cost.backward_total_s,
@@ -326,7 +336,7 @@ def _felt(cost: LayerCost) -> tuple[float, ...]:
 
 @kept
 def _passing(profile: ModelProfile) -> tuple[Floats, Floats]:
-    """[layer] -> coefficients of elements, and of bytes of other dtypes, that pass by it."""
+    """[layer] -> (coefficients of the elements that pass by it, coefficients of the bytes of other dtypes)."""
     groups: dict[int, list[CrossingTensor]] = {}
     for i, tensor in enumerate(profile.tensors):
         groups.setdefault(i if tensor.same_as is None else tensor.same_as, []).append(tensor)

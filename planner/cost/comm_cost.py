@@ -1,4 +1,4 @@
-"""Seconds of one collective over a group of ranks, from where those ranks really sit."""
+"""Seconds of one collective over a group of ranks, from the hosts on which those ranks lie."""
 
 import math
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "a
 
 @dataclass(frozen=True)
 class GroupLinks:
-    """A communication group with the links it runs over.
+    """A communication group and the links it runs over.
 
-    devices_per_host: all of them talk at once (as the groups of one mesh axis do), so a host's network is shared
-    evenly between them, and so are links inside a host that all of its devices go through. flat: rings know nothing of
-    hosts. rings: what is known of collectives between such devices.
+    devices_per_host: all of them communicate at once (as the groups of one mesh axis do), so they share the network of
+    their host evenly, and also links inside a host that all traffic passes. flat: rings do not know which ranks share a
+    host. rings: measured rates of collectives between such devices, if there are any.
     """
 
     group: Group
@@ -33,7 +33,7 @@ class GroupLinks:
     rings: RingRates | None = None
 
     def factor(self, kind: CollectiveKind) -> float:
-        """Measured time over the ideal ring for this backend; 1 where nothing was measured."""
+        """Measured time over that of the ideal ring with this backend; 1 if it was not measured."""
         return dict(self.factors).get(kind, 1.0)
 
 
@@ -56,7 +56,8 @@ def collective_s(kind: CollectiveKind, full_bytes: float, links: GroupLinks) -> 
 
 
 def collective_seconds(kind: CollectiveKind, full_bytes: Values, links: GroupLinks) -> Values:
-    """`collective_s` of one tensor or several, each of which has bytes, in a group of several ranks."""
+    """Seconds as `collective_s` gives them, for one tensor or a table of tensors; no tensor is empty, and the group has
+    several ranks."""
     if kind == "p2p":
         return _neighbour_s(full_bytes, links) * links.factor(kind)
     if kind == "all_to_all":
@@ -66,10 +67,10 @@ def collective_seconds(kind: CollectiveKind, full_bytes: Values, links: GroupLin
 
 @dataclass(frozen=True)
 class RingTimes(Generic[Values]):
-    """What a ring's collective takes: seconds per byte of the full tensor, of latency, and, to fill its pipeline, per
-    root of a byte. A tensor cut into the best number of pieces, each of which passes every hop before the next rank can
-    begin, takes moving + latency + 2 sqrt(moving latency); of the last a share is paid, as pieces cannot be of any
-    size."""
+    """Coefficients of the seconds of a ring's collective: per byte of the full tensor, of latency, and per square root
+    of a byte, for filling its pipeline. A tensor that is cut into the best number of pieces, each of which passes every
+    hop before the next rank can begin, takes moving + latency + 2 sqrt(moving latency). Only a share of the last term
+    is paid (RingRates.ramp)."""
 
     per_byte_s: Values
     latency_s: Values
@@ -77,14 +78,15 @@ class RingTimes(Generic[Values]):
 
 
 def ring_s(full_bytes: Values, times: RingTimes[Values] | RingTimes[float]) -> Values:
-    """Seconds of a ring's collective of tensors of `full_bytes`, at times as of `ring_rates`; what is empty is free."""
+    """Seconds of a ring's collective of tensors with `full_bytes`, by the coefficients of `ring_rates`; empty tensors
+    take none."""
     moving_s = full_bytes * times.per_byte_s + root(full_bytes) * times.per_root_s
     seconds: Values = choose(full_bytes > 0.0, moving_s + times.latency_s, 0.0)
     return seconds
 
 
 def ring_rates(kind: CollectiveKind, links: GroupLinks) -> RingTimes[float]:
-    """Times of all_gather, reduce_scatter or all_reduce."""
+    """Coefficients of the seconds of an all_gather, reduce_scatter or all_reduce over these links."""
     times = 2 if kind == "all_reduce" else 1
     inside, hosts, size = links.group.ranks_per_host, links.group.hosts, links.group.size
     speed, rings = links.link.bandwidth, links.rings
@@ -115,7 +117,7 @@ def _crossing(kind: CollectiveKind, links: GroupLinks) -> float:
 
 
 def _hop_s(links: GroupLinks) -> float:
-    """Seconds of a hop of a small message inside a host."""
+    """Seconds that a small message takes for one hop inside a host."""
     return links.link.latency * (1.0 if links.rings is None else links.rings.hop)
 
 
@@ -141,14 +143,14 @@ GPUs with a card of 50 GB/s each moves 405 to 413 GB/s out of a rack (CoreWeave,
 
 
 RINGS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
-"""Collectives whose seconds are linear in bytes and in their root, but for latency."""
+"""Collectives whose seconds are latency, plus terms linear in the bytes and in their square root."""
 
 
 def seconds_at_places(
     traffic: Sequence[tuple[CollectiveKind, Floats]], places: Sequence[GroupLinks], count: int
 ) -> Floats:
-    """[place][size] -> seconds of these collectives, each (kind, [size] -> bytes): the bytes of all rings of a kind at
-    once. count: of sizes."""
+    """[place][size] -> seconds that these collectives take together. traffic: (kind, [size] -> bytes) of each; places:
+    links of the group at each place on the hosts; count: number of sizes."""
     found = np.zeros((len(places), count))
     for kind in dict.fromkeys(kind for kind, _ in traffic):
         each = np.array([num_bytes for other, num_bytes in traffic if other == kind])
@@ -163,8 +165,8 @@ def seconds_at_places(
 
 
 def _neighbour_s(num_bytes: Values, links: GroupLinks) -> Values:
-    """Seconds to hand a tensor to the next rank of the group; over the network if any neighbour is on another host, to
-    which only the last of the group's ranks on a host sends."""
+    """Seconds to hand a tensor to the next rank of the group. It crosses the network if any neighbours are on different
+    hosts; then only the group's last rank on each host sends there."""
     if links.group.hosts > 1:
         share = links.group.ranks_per_host / links.devices_per_host
         return num_bytes / (links.network.bandwidth * share) + links.network.latency
@@ -173,9 +175,9 @@ def _neighbour_s(num_bytes: Values, links: GroupLinks) -> Values:
 
 
 def exchange_s(inside_bytes: Values, across_bytes: Values, links: GroupLinks) -> Values:
-    """Seconds until every rank has sent its part to each of the others. inside_bytes, across_bytes: what one rank would
-    send if all n parts of its tensor went over that link; they differ where what several ranks of a host want crosses
-    the network once. Links inside hosts and the network work at the same time."""
+    """Seconds until every rank has sent its part to each of the others. inside_bytes, across_bytes: the bytes of one
+    rank's tensor, if all n parts went over the links inside hosts, or over the network. The second are fewer if what
+    several ranks of a host want crosses the network once. Both kinds of links work at the same time."""
     inside, size, rings = links.group.ranks_per_host, links.group.size, links.rings
     if size == 1:
         return 0.0 * inside_bytes
@@ -193,15 +195,15 @@ def exchange_s(inside_bytes: Values, across_bytes: Values, links: GroupLinks) ->
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Equal groups of neighbouring experts, of which a router takes some for each token before it takes its experts
-    out of those alone: "node-limited routing", DeepSeek-V3 (arXiv 2412.19437), section 2.1.2."""
+    """Equal groups of neighbouring experts. A router first takes `chosen` of the groups for a token, and then its
+    experts from those alone: "node-limited routing", DeepSeek-V3 (arXiv 2412.19437), section 2.1.2."""
 
     count: int = 1
     chosen: int = 1
 
 
 ONE_GROUP = ExpertGroups()
-"""A router that takes its experts out of all."""
+"""For routers that choose among all experts."""
 
 
 def direct_s(
@@ -213,11 +215,12 @@ def direct_s(
     rates: ExchangeRates,
     groups: ExpertGroups = ONE_GROUP,
 ) -> Values:
-    """Seconds in which kernels on `units` multiprocessors send a rank's tokens to experts, or bring them back (DeepEP,
-    HybridEP): a token goes once to each rank with experts of its, and crosses the network once for each host.
+    """Seconds that kernels on `units` multiprocessors take to send a rank's tokens to their experts, or to bring them
+    back (DeepEP, HybridEP). A token goes once to each rank that has any of its experts, and crosses the network once
+    for each such host.
 
-    row_bytes: of a token. copies: experts that a token goes to, drawn at random out of its groups. Multiprocessors,
-    links and network work at the same time, and the slowest counts.
+    row_bytes: bytes of one token. copies: experts that a token goes to, drawn at random from its groups.
+    Multiprocessors, links inside hosts and the network work at the same time; the slowest counts most.
     """
     size, hosts = links.group.size, links.group.hosts
     if size == 1:
@@ -234,9 +237,9 @@ def direct_s(
 
 
 def places_reached(places: int, copies: Values, groups: ExpertGroups = ONE_GROUP) -> Values:
-    """Places out of so many, with as many neighbouring experts each, that the experts of a token are at, on average:
-    `copies` drawn at random out of the groups that are drawn first. Where neither places nor groups are a multiple of
-    the other, as if there were no groups, which is no fewer."""
+    """Mean number of places (ranks or hosts), out of so many with equally many neighbouring experts each, on which the
+    experts of a token lie. `copies` experts are drawn at random from the groups that are drawn first. If neither the
+    number of places nor that of groups is a multiple of the other, groups are ignored, which gives no fewer places."""
     whole, left = divmod(groups.count, places)
     if whole == 0 and places % groups.count == 0:
         return _drawn(places * groups.chosen // groups.count, copies)
@@ -261,8 +264,8 @@ def _doublings(hosts: int) -> int:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Exposed seconds of a layer's exchanges on one axis for a micro-batch: of its forward, of its backward, and of
-    what the backward repeats where the layer is run again."""
+    """Exposed seconds of a layer's exchanges on one mesh axis for a micro-batch: in the forward, in the backward, and
+    in the recompute of the layer."""
 
     forward_s: float
     backward_s: float
@@ -270,15 +273,17 @@ class Exchanged:
 
 
 def unhidden_s(comm_s: Values, share: float, compute_s: Values, taken: float = 0.0) -> Values:
-    """What communication adds where the stack hides a share of it behind the layer's work, as far as it goes. taken:
-    share of the device that communication has while it is hidden, and the layer's work has not."""
+    """Seconds that communication adds if the stack hides a share of it behind the layer's work, at most as long as that
+    lasts. taken: share of the device that hidden communication occupies, by which the layer's work gets slower
+    meanwhile."""
     return comm_s - (1.0 - taken) * least(share * comm_s, compute_s)
 
 
 def exposed_s(comm_s: Values, compute_s: Values, overlap: Values, contention: float) -> Values:
-    """Seconds that communication adds to a layer that computes `compute_s` meanwhile.
+    """Seconds that communication adds to a layer that computes for `compute_s` meanwhile.
 
-    Behind a share `overlap` of the compute time communication hides, yet slows it by `contention` of what is hidden.
+    Communication hides behind at most a share `overlap` of the compute time. What is hidden slows the compute by
+    `contention` times its own seconds.
     """
     hidden_s = least(comm_s, overlap * compute_s)
     return comm_s - hidden_s + contention * hidden_s

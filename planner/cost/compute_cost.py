@@ -38,29 +38,31 @@ BATCHED = 0.285
 CAST_BYTES = {"fp8": 6.0, "fp4": 7.5}
 """Bytes moved to cast one element of the activations or gradients that a product reads to fp8 or fp4. fp8 with a scale
 of the tensor at hand reads 2 for its largest value and 2 to cast it, and writes 1, and 1 more transposed for the
-gradient of the weights. Measured of Transformer Engine's layers, casts and products less products alone, for each
-operand cast to one of the two, at 0.81 of the bandwidth: 5.5 on H200 and 6.1 on B300; 4.8 with scales of blocks (mxfp8,
-B300); 2.6 to 3.4 with scales of steps before, which read once less; 7.0 in nvfp4. In a layer some are fused with what
-comes before (`Software.casts`). Weights are cast once a step, which is not priced: Transformer Engine keeps them from
-the first micro-batch on, torchao casts shards before it gathers them."""
+gradient of the weights. Measured on Transformer Engine's layers (casts and products, less products alone, for each
+operand that is cast to one of the two) at 0.81 of the bandwidth: 5.5 on H200 and 6.1 on B300; 4.8 with scales of blocks
+(mxfp8, B300); 2.6 to 3.4 with scales of earlier steps, which reads once less; 7.0 in nvfp4. In a layer some casts are
+fused with the kernel before (`Software.casts`). Weights are cast once a step, which is not priced: Transformer Engine
+keeps them from the first micro-batch on, torchao casts shards before it gathers them."""
 
 HALVES = ("bf16", "fp16")
 
 OF_WEIGHTS = ("mm", "addmm", "_grouped_mm")
-"""Matmuls that low precision is for: of weights; those inside attention stay in bf16."""
+"""Matmuls that run in low precision: those with weights. Matmuls inside attention stay in bf16."""
 
 WIDENED = ("elementwise", "norm", "copy", "other")
-"""Kinds of operators that read and write what autocast keeps in fp32: norms, and what is added up between layers."""
+"""Kinds of operators that read or write what autocast keeps in fp32: norms, and sums along the residual stream."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Compute time of one layer for one micro-batch: no pass is shorter than the host takes to issue its operators.
+    """Compute time of one layer for one micro-batch; no pass is shorter than the host takes to issue its operators.
 
-    repeated: what recompute repeats of the forward: all of it ("full"), all but matmuls and attention ("selective"), or
-    unfused attention only ("attention"); within: the same of each of its parts, by name. host_forward, host_backward:
-    what the host takes. device_forward, device_backward: what the device's kernels take, of which widened_forward and
-    widened_backward are of operators that autocast runs in fp32, as if they were in 16 bits."""
+    repeated: what each kind of recompute repeats of the forward: all of it ("full"), all but matmuls and attention
+    ("selective"), or unfused attention only ("attention"). within: what recompute of each part of the layer repeats, by
+    the part's name. host_forward, host_backward: seconds of the host. device_forward, device_backward: seconds of the
+    device's kernels; widened_forward and widened_backward are the part of these that autocast runs in fp32, priced as
+    if it were in 16 bits.
+    """
 
     forward: float
     repeated: dict[Recompute, Issued]
@@ -75,7 +77,7 @@ class Seconds:
     widened_backward: float = 0.0
 
     def again(self, recompute: Recompute) -> Issued:
-        """What a recompute runs again."""
+        """Seconds of device and host for what a recompute repeats."""
         named = parts_of(recompute)
         return sum_of(self.within[name] for name in named if name in self.within) if named else self.repeated[recompute]
 
@@ -87,9 +89,9 @@ class Seconds:
 
 @dataclass(frozen=True)
 class OperatorTable:
-    """Operators of a layer by columns: amounts as coefficients of (1, batch, 1 / tensor, batch / tensor), and what they
-    are. counts: how many alike each is; sides are of one of them, the rest of all. kernels: every (name, kind) that
-    occurs; kernel: which of them each operator is."""
+    """Operators of a layer by columns: their amounts as coefficients of (1, batch, 1 / tensor, batch / tensor), and
+    their properties. counts: how many equal operators an entry stands for; `sides` are of one of them, other amounts of
+    all together. kernels: every (name, kind) that occurs; kernel: [operator] -> index into it."""
 
     flops: Floats
     elements: Floats
@@ -103,9 +105,10 @@ class OperatorTable:
     is_of_weights: Flags
     is_batched: Flags
     parts: Floats
-    """[forward, input part, weight part of the backward][operator], 1 or 0."""
+    """[forward, input part, weight part of the backward][operator] -> 1 if the operator belongs there, else 0."""
     repeats: Floats
-    """[attention, selective, full recompute, each part][operator]: whether it repeats the operator."""
+    """[attention, selective, full recompute, each part][operator] -> 1 if that recompute repeats the operator, else
+    0."""
     part_names: tuple[str, ...]
     has_forward: Flags
 
@@ -155,8 +158,8 @@ def _table_of_layer(costs: Costs) -> OperatorTable:
 
 @dataclass(frozen=True)
 class Amounts:
-    """What operators are at so many batches: tables [operator][batch]. sides: rows, inner, columns. groups: products of
-    these sides that run at once, one for each expert; empty where every operator is one."""
+    """Amounts of operators at several batch sizes: tables [operator][batch]. sides: rows, inner, columns. groups:
+    number of equal products that run at once, one for each expert; empty if every operator is a single product."""
 
     flops: Floats
     elements: Floats
@@ -166,7 +169,7 @@ class Amounts:
 
 
 def batches_at(batches: Sequence[float], tensor: int) -> Floats:
-    """(1, batch, 1 / tensor, batch / tensor) of each, what coefficients of amounts are of: [4][batch]."""
+    """[4][batch] -> (1, batch, 1 / tensor, batch / tensor), which the coefficients of amounts are multiplied by."""
     each = np.array(batches, dtype=np.float64)
     return np.stack([np.ones(len(each)), each, np.full(len(each), 1.0 / tensor), each / tensor])
 
@@ -177,7 +180,7 @@ def amounts_of(table: OperatorTable, at: Floats) -> Amounts:
 
 
 AsRun = Callable[[OperatorTable, Floats], Amounts]
-"""The amounts of operators as one rank runs them."""
+"""Function that returns the amounts of operators as one rank runs them."""
 
 
 def layer_seconds(
@@ -199,8 +202,9 @@ def layer_seconds_of_each(
     tensor: int,
     as_run: AsRun,
 ) -> list[Seconds]:
-    """[batch] -> compute seconds of a layer on one device, forward and backward, as `layer_seconds` gives them for one;
-    several batches cost little more than one. as_run: what one rank runs of its operators (experts)."""
+    """[batch] -> compute seconds of a layer on one device, as `layer_seconds` gives them for one batch; several batches
+    cost little more than one. as_run: returns the amounts that one rank runs (fewer, if experts are spread over
+    ranks)."""
     table = _table_of_layer(costs)
     seconds = _operators_s(table, as_run(table, batches_at(batches, tensor)), device, precision, element_bytes)
     found = []
@@ -233,7 +237,7 @@ def layer_seconds_of_each(
 
 
 def _are_widened(table: OperatorTable) -> Flags:
-    """[operator] -> whether autocast runs it in fp32, or with what it runs in fp32."""
+    """[operator] -> whether it reads or writes what autocast keeps in fp32 (WIDENED)."""
     widened: Flags = np.array([kind in WIDENED for _, kind in table.kernels], dtype=bool)[table.kernel]
     return widened
 
@@ -252,7 +256,8 @@ def operators_s(
 
 
 def _operators_s(table: OperatorTable, amounts: Amounts, device: Device, precision: str, element_bytes: int) -> Floats:
-    """[operator][batch] -> the same; of operators that are several alike, what one takes as often."""
+    """[operator][batch] -> seconds of each entry; one that stands for several equal operators takes the seconds of
+    all."""
     if (table.counts == 1.0).all():
         return _kernels_s(table, amounts, device, precision, element_bytes)
     counts = table.counts[:, None]
@@ -266,7 +271,7 @@ def _operators_s(table: OperatorTable, amounts: Amounts, device: Device, precisi
 
 
 def _kernels_s(table: OperatorTable, amounts: Amounts, device: Device, precision: str, element_bytes: int) -> Floats:
-    """[operator][batch] -> seconds of one kernel of each."""
+    """[operator][batch] -> seconds of one kernel of each entry."""
     flops, (rows, inner, columns) = amounts.flops, amounts.sides
     traffic_s = _moving_s(element_bytes * amounts.elements + amounts.other_bytes, device, table)
     low = precision in LOW_PRECISIONS
@@ -312,8 +317,8 @@ def _price_by_shape(
     precision: str,
     family: KernelFamily,
 ) -> None:
-    """Puts into `seconds` what the device's kernels take by shape: products (not those inside attention that is not
-    fused) and fused attention, where they are known in this precision."""
+    """Replace entries of `seconds` by those of the device's kernel family, for kernels that it prices by shape in this
+    precision: products (except those inside unfused attention) and fused attention."""
     low = precision in LOW_PRECISIONS
     usual = "bf16" if low or precision == "fp16" else precision
     if usual not in family.products:
@@ -383,14 +388,16 @@ def _moving_s(num_bytes: Floats, device: Device, table: OperatorTable) -> Floats
 
 
 def moving_s(num_bytes: float, device: Device, *kernels: str) -> float:
-    """Seconds to move bytes in one kernel: at the measured speed of the first of `kernels` (operator, kind) that has
-    one, and of kernels of this size, else at the device's usual share of its bandwidth."""
+    """Seconds that one kernel takes to move bytes. Its speed is the measured one of the first of `kernels` (operator
+    name, kind) that has any, else the device's usual share of its bandwidth; both are corrected for the kernel's
+    size."""
     speed = device.bandwidth * _share(device, kernels)
     return num_bytes / (speed * _size_efficiency(num_bytes, device.size_efficiency))
 
 
 def _share(device: Device, kernels: Sequence[str]) -> float:
-    """Share of the bandwidth that kernels of one of these names reach, the first that is known."""
+    """Share of the bandwidth that the first of these kernels with a measured share reaches; else the device's usual
+    share."""
     for kernel in kernels:
         if kernel in device.kernel_efficiency:
             return device.kernel_efficiency[kernel]
@@ -398,7 +405,8 @@ def _share(device: Device, kernels: Sequence[str]) -> float:
 
 
 def _size_efficiency(num_bytes: float, samples: Sequence[tuple[float, float]]) -> float:
-    """Between the samples by a power law, beyond them that of the nearest; 1 where there are none."""
+    """Share of its full speed that a kernel of this size reaches: between samples by a power law, beyond them as at the
+    nearest; 1 without samples."""
     if not samples or num_bytes <= samples[0][0]:
         return samples[0][1] if samples else 1.0
     for (low, slower), (high, faster) in pairwise(samples):
@@ -409,8 +417,9 @@ def _size_efficiency(num_bytes: float, samples: Sequence[tuple[float, float]]) -
 
 
 def measured_efficiency(shape: Sequence[float], samples: Sequence[MatmulSample]) -> float:
-    """Share of peak of a product of this shape (rows, inner, columns): the logarithmic mean of the samples, weighted
-    by their nearness, in doublings of the sides; beyond the samples as at the nearest of their sides."""
+    """Share of the peak that a product of this shape (rows, inner, columns) reaches: the geometric mean of the samples,
+    weighted by their nearness in doublings of the sides. Sides beyond all samples count as the nearest one of a
+    sample."""
     total = weights = 0.0
     sides = [
         math.log2(min(max(side, min(s[i] for s in samples)), max(s[i] for s in samples)))
@@ -425,11 +434,13 @@ def measured_efficiency(shape: Sequence[float], samples: Sequence[MatmulSample])
 
 
 _SAME_SHAPE = 0.01
-"""Squared doublings of the sides within which a sample counts as the shape itself."""
+"""Added to the squared distance of a sample (in doublings of the sides), so that the weight of a sample of the same
+shape is large, but finite."""
 
 
 def tile_efficiencies(rows: Floats, columns: Floats, device: Device) -> Floats:
-    """[shape] -> share of a large matmul's speed that one of it keeps: tiles at the edges and in the last wave idle."""
+    """[shape] -> share of a large matmul's speed that a matmul of this shape keeps: tiles at its edges and in the last
+    wave are not full."""
     tile_rows, tile_columns = device.tile
     tiles = np.ceil(np.maximum(rows, 1.0) / tile_rows) * np.ceil(np.maximum(columns, 1.0) / tile_columns)
     waves = tiles / device.compute_units
@@ -439,17 +450,17 @@ def tile_efficiencies(rows: Floats, columns: Floats, device: Device) -> Floats:
 
 
 def accumulate_s(num_elements: float, device: Device) -> float:
-    """Seconds to add as many fp32 gradients to those that are there."""
+    """Seconds to add new fp32 gradients of so many elements to those that are there."""
     return moving_s(12.0 * num_elements, device, "add_", "elementwise")
 
 
 def optimizer_s(num_elements: Values, optimizer: str, device: Device, on_host: bool = False) -> Values:
-    """Seconds to update `num_elements` fp32 parameters: all memory traffic, at any size alike (an optimizer works
-    parameter by parameter).
+    """Seconds to update `num_elements` fp32 parameters. It is all memory traffic, at one speed for all sizes (an
+    optimizer works parameter by parameter).
 
-    on_host: state and step are in the host's memory: fp32 gradients and parameters go there, parameters come back, one
-    after the other (Ren et al., ZeRO-Offload, USENIX ATC 2021, without its delayed update; parameters go, too, since
-    whoever writes to the model writes on the device).
+    on_host: optimizer state and step are in the host's memory. fp32 gradients and parameters go there, then parameters
+    come back, without overlap (Ren et al., ZeRO-Offload, USENIX ATC 2021, without its delayed update). Parameters go
+    there, too, because code that changes the model changes it on the device.
     """
     moved = OPTIMIZER_BYTES[optimizer] * num_elements
     if on_host:

@@ -1,8 +1,10 @@
-"""Context parallelism: what ranks that hold parts of one sequence exchange for attention, and how much of it shows.
+"""Context parallelism: what ranks that hold parts of one sequence exchange for attention, and how much of it is
+exposed.
 
 Work, saved bytes and everything else of a layer are those of samples / context samples (Shape.samples): tokens are
-divided, and of a sample's s^2 scores each rank has s^2 / context, causal ones in balanced chunks. An operator that runs
-over samples but not over positions (a classifier after pooling) is divided, too, where every rank would repeat it.
+divided, and each rank has s^2 / context of a sample's s^2 scores, with causal ones in balanced chunks. An operator that
+runs over samples but not over positions (a classifier after pooling) is divided as well, although every rank would
+repeat it.
 """
 
 from dataclasses import dataclass
@@ -14,12 +16,13 @@ from .comm_cost import CollectiveKind, GroupLinks, collective_s, exposed_s
 from .compute_cost import moving_s, operator_s
 
 AttentionBytes = tuple[float, float]
-"""Bytes of (queries, keys and values) of the whole sequence."""
+"""(bytes of queries, bytes of keys and values), of whole sequences."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Collectives that one pass of attention needs: kind, bytes (as collective_s counts them) and how many."""
+    """One kind of collective that a pass of attention needs: its bytes (as collective_s counts them) and its number of
+    calls."""
 
     kind: CollectiveKind
     num_bytes: float
@@ -28,10 +31,10 @@ class Exchange:
 
 @dataclass(frozen=True)
 class ContextCost:
-    """Exposed seconds of one layer's exchanges for one micro-batch, their traffic, and the bytes of buffers.
+    """Exposed seconds of one layer's exchanges for one micro-batch, their traffic, and bytes of memory that they need.
 
-    kept_bytes: what is kept beside what attention keeps in one process. kept_selectively_bytes: the same under
-    selective recompute.
+    kept_bytes: what a layer keeps for backward beyond what attention keeps in one process; kept_selectively_bytes: the
+    same under selective recompute.
     """
 
     forward_s: float
@@ -43,7 +46,7 @@ class ContextCost:
     kept_selectively_bytes: float = 0.0
 
     def kept(self, recompute: Recompute) -> float:
-        """Bytes that are kept more under a kind of recompute."""
+        """Bytes that a layer keeps beyond what attention keeps in one process, under a kind of recompute."""
         if recompute == "full":
             return 0.0
         return self.kept_selectively_bytes if recompute == "selective" else self.kept_bytes
@@ -55,7 +58,8 @@ NOTHING = ContextCost(0.0, 0.0, (), (), 0.0)
 def attention_bytes(
     layer_class: LayerClass, costs: Costs, micro_batch: int, element_bytes: int, tensor: int
 ) -> AttentionBytes | None:
-    """Bytes of what a layer's attention reads of a micro-batch's whole sequences on one tensor rank; None without any.
+    """Bytes of what a layer's attention reads, of a micro-batch's whole sequences on one tensor rank; None if the layer
+    has no attention.
 
     Fused attention moves queries, keys, values and an output as wide as the queries. Unfused attention begins with the
     product of queries and keys.
@@ -75,8 +79,8 @@ def attention_bytes(
 
 
 def _keys_per_query(layer_class: LayerClass) -> float:
-    """Width of the keys over that of the queries: less than 1 where heads share them. Read off the three projections
-    (and their adapters, which are as wide), or the three parts of a fused one; 1 where there are no such three."""
+    """Width of the keys over that of the queries: below 1 if heads share keys. It is read off the three projections
+    (adapters are as wide), or off the three parts of a fused projection; 1 if there are none."""
     shapes = {parameter.name: parameter.shape for parameter in layer_class.parameters}
     for cut in layer_class.cuts:
         if cut.kind == "attention":
@@ -120,9 +124,9 @@ def context_cost(
     device: Device,
     precision: str,
 ) -> ContextCost:
-    """Cost of a layer's exchanges. Those of a ring hide behind the attention to the block before, step by step, and
-    slow it as other hidden communication does; all others are waited for. What attention takes longer in so many
-    smaller kernels, one for each block of keys, counts with the exchanges."""
+    """Cost of a layer's exchanges. Each step of a ring hides behind the attention to the block before, and slows it as
+    other hidden communication does; all other exchanges are exposed. The time that attention loses by running one
+    kernel for each block of keys counts with the exchanges."""
     sizes = attention_bytes(layer_class, costs, micro_batch, element_bytes, tensor) if context > 1 else None
     if sizes is None:
         return NOTHING
@@ -159,8 +163,9 @@ def context_cost(
 def pieces_s(
     costs: Costs, device: Device, precision: str, element_bytes: int, samples: float, tensor: int, context: int
 ) -> list[float]:
-    """Seconds that fused attention takes longer (forward, backward) in one kernel for each block of keys and values
-    than in one for all, with what it takes to merge what each gives, on the rank whose queries all meet every block."""
+    """[forward, backward] -> seconds by which fused attention takes longer in one kernel for each block of keys and
+    values than in one kernel for all, on the rank whose queries attend to every block; merging the results of the
+    blocks included."""
     longer = [0.0, 0.0]
     for op in costs.operators:
         if op.kind != "attention" or op.shape is None:
@@ -179,17 +184,18 @@ def pieces_s(
 
 
 COPIED = 4
-"""Times that a tensor is moved on the device for an all-to-all exchange: its parts are put together by rank before it,
-and along another dimension after it; a read and a write each."""
+"""Times that a tensor is moved on the device for an all-to-all exchange. Before it the tensor's parts are ordered by
+rank, after it they are joined along another dim; each takes a read and a write."""
 
 IN_BLOCKS: tuple[ContextKind, ...] = ("ring", "all_gather")
-"""Kinds whose ranks attend to the keys of each rank in turn, and merge what they find."""
+"""Kinds of context parallelism in which a rank attends to the keys of one rank after the other, and merges the
+results."""
 
 
 @dataclass(frozen=True)
 class Merging:
-    """What it takes to merge attention to several blocks of keys: bytes for each element of the output, once and for
-    each block after the first, and small kernels for each of these."""
+    """What merging attention over several blocks of keys takes: bytes for each element of the output, once and again
+    for each block after the first, and the number of small kernels for each of these blocks."""
 
     once_bytes: float
     step_bytes: float
@@ -197,13 +203,14 @@ class Merging:
 
 
 MERGING = Merging(once_bytes=12.0, step_bytes=26.0, kernels=8)
-"""As executor/parallel/context_attention.py merges outputs in fp32: to fp32 (2 bytes read, 4 written) and back; for
-each block its output times a weight (2 + 4), the sum so far times another (4 + 4), and their sum (4 + 4 + 4); and eight
-kernels on the logarithms of the sums of exponentials. Stacks that fuse elementwise kernels move less, as everywhere."""
+"""Counted in executor/parallel/context_attention.py, which merges outputs in fp32. Once: to fp32 (2 bytes read, 4
+written) and back. For each block: its output times a weight (2 + 4), the sum so far times another (4 + 4), and their
+sum (4 + 4 + 4); and eight kernels on the logarithms of the sums of exponentials. Stacks that fuse elementwise kernels
+move less of it, as of other traffic."""
 
 MERGING_GRADIENTS = Merging(once_bytes=20.0, step_bytes=10.0, kernels=2)
-"""Gradients of queries likewise: zeros in fp32 (4), the first block's added to them (10), and to bf16 (6); then each
-block's added (2 + 4 + 4), and what is sent packed."""
+"""Counted likewise for gradients of queries. Once: zeros in fp32 (4), the first block's gradients added to them (10),
+and the cast to bf16 (6). For each block: its gradients added (2 + 4 + 4), and the packing of what is sent."""
 
 
 def _divided(amount: Amount, by: float) -> Amount:

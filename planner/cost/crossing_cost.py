@@ -29,9 +29,9 @@ benchmarks/published/fitted/fit.md."""
 
 @dataclass(frozen=True)
 class Cut:
-    """What crosses one place of the chain for one micro-batch: seconds until the next stage has it, bytes that the
-    stage before holds of it until its backward, and seconds of the host's call of a stage that its work does not
-    hide."""
+    """What crosses one place of the chain for one micro-batch: seconds until the next stage has it; bytes of it that
+    the stage before holds until its backward; and seconds that the host takes to call a stage, as far as the stage's
+    work does not hide them."""
 
     seconds: float
     bytes: float
@@ -39,17 +39,17 @@ class Cut:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the stage on either side loses to it in a pass: the one after in the forward, the one before in
-        the backward."""
+        """Seconds that a stage loses in a pass by waiting for what crosses: the stage after the cut in the forward, the
+        stage before it in the backward."""
         return P2P_EXPOSED * self.seconds + self.call_s
 
 
 NOTHING = Cut(0.0, 0.0)
-"""At the ends of the chain."""
+"""What crosses at the ends of the chain."""
 
 
 class CrossingModel(Protocol):
-    """What of a cost model says what crosses, and over which links."""
+    """The part of a cost model that prices of crossings need."""
 
     @property
     def profile(self) -> ModelProfile:
@@ -65,7 +65,7 @@ class CrossingModel(Protocol):
 
     @property
     def device(self) -> Device:
-        """Every device, as the stack uses it."""
+        """The cluster's device, as the stack uses it."""
 
     @property
     def kinds(self) -> Sequence[Kind]:
@@ -82,21 +82,22 @@ class CrossingModel(Protocol):
 
 
 class Crossings:
-    """What crosses between the layers of one model on one cluster, with caches."""
+    """Prices what crosses between the layers of one model on one cluster, with caches."""
 
     def __init__(self, model: CrossingModel) -> None:
         self._model = model
 
     @cached_property
     def _counts(self) -> Counter[Kind]:
-        """How many layers are of each kind."""
+        """Kind -> number of layers."""
         return Counter(self._model.kinds)
 
     @memo_by(lambda _, shape: (work_of(shape), shape.pipeline, shape.virtual_stages, shape.stride("pipeline")))
     def cuts(self, shape: Shape) -> list[Cut]:
-        """What crosses at every place of the chain, forward (the backward returns the same): before the first layer,
-        between layers, after the last. Megatron's schedules set an output to a scalar once it is sent, for only its
-        node of autograd is used again (megatron/core/pipeline_parallel/schedules.py, deallocate_output_tensor)."""
+        """[place of the chain] -> what crosses there in the forward (the backward returns the same): before the first
+        layer, between layers, after the last. Megatron's schedules replace an output by a scalar once it is sent, as
+        only its node of autograd is used again (megatron/core/pipeline_parallel/schedules.py,
+        deallocate_output_tensor)."""
         links = self._model.axis_links(shape, "pipeline")
         sizes, call_s = self._bytes(shape), self._call_s(shape)
         share = 0.0 if self._model.software.memory.frees_sent else 1.0
@@ -105,14 +106,14 @@ class Crossings:
 
     @memo_by(lambda _, shape: (work_of(shape), shape.pipeline, shape.virtual_stages))
     def _call_s(self, shape: Shape) -> float:
-        """Seconds that a device waits for the host to send a micro-batch through a stage: none if the host is at least
-        that far ahead after an average stage, whose kernels take longer than it takes to issue them."""
+        """Seconds that a device waits for the host to send a micro-batch through a stage. 0 if the host is far enough
+        ahead after an average stage, because the stage's kernels take longer than the host takes to issue them."""
         ahead_s = sum(count * self._ahead_s(kind, shape) for kind, count in self._counts.items())
         return max(0.0, self._model.software.host_stage_s - ahead_s / (shape.pipeline * shape.virtual_stages))
 
     def _ahead_s(self, kind: Kind, shape: Shape) -> float:
-        """Seconds by which the host comes ahead of the device in a layer's forward; in a unit that is sharded, whatever
-        the shape says, for what crosses does not depend on how data is split."""
+        """Seconds by which the host gets ahead of the device in a layer's forward. The layer is taken to be a unit of
+        sharded parameters under every shape, because what crosses must not depend on how data is split."""
         seconds, each_s = self._model.compute(kind, shape), self._model.device.dispatch
         return max(0.0, seconds.forward - seconds.host_forward - FORWARD * SHARDED_UNIT * each_s)
 
@@ -120,7 +121,7 @@ class Crossings:
         return self._model.mode(kind, shape)[0] == "sequence"
 
     def _layers_on_slices(self, shape: Shape) -> Flags:
-        """[layer] -> whether it works on slices of the sequence; after the last: False."""
+        """[layer] -> whether it works on slices of the sequence; with one more entry at the end, False."""
         kinds = self._model.kinds
         known = {kind: self._on_slices(kind, shape) for kind in dict.fromkeys(kinds)}
         return np.array([*(known[kind] for kind in kinds), False])
@@ -138,8 +139,8 @@ class Crossings:
         return summed
 
     def arrivals(self, shape: Shape, firsts: Ints, ends: Ints) -> Arrivals:
-        """What stages hold of tensors from earlier ones. firsts, ends: [stage] -> its first layer, and the one after
-        its last."""
+        """[stage] -> what it holds of tensors from earlier stages. firsts, ends: [stage] -> its first layer, and the
+        layer after its last."""
         tensors = self._model.profile.tensors
         if shape.pipeline == 1 or not tensors:
             nothing = np.zeros(len(firsts))
@@ -154,7 +155,8 @@ class Crossings:
         return Arrivals(inputs.sum(axis=1), (gradients * ~stays).sum(axis=1), gradients.sum(axis=1))
 
     def _slices(self, shape: Shape) -> Floats:
-        """[place of the chain][crossing tensor] -> the share of it that crosses there."""
+        """[place of the chain][crossing tensor] -> share of the tensor that crosses there on one rank: 1, or less if it
+        crosses as slices of the sequence."""
         spans = _spans(self._model.profile)
         sequence = self._layers_on_slices(shape)
         sliced = spans.may_slice & sequence[spans.made_by] & sequence[:, None]
@@ -162,7 +164,8 @@ class Crossings:
 
     @memo_by(lambda _, shape: (shape.samples, _slices_of(shape), shape.cuts))
     def _sizes(self, shape: Shape) -> tuple[Floats, Floats]:
-        """[crossing tensor] -> (bytes of one micro-batch of it, those that count with its last reader)."""
+        """([crossing tensor] -> its bytes for one micro-batch, [crossing tensor] -> those of them that are counted with
+        its last reader)."""
         batch, element_bytes = shape.samples, self._model.training.compute_bytes
         whole = [tensor.size.at(batch, element_bytes) for tensor in self._model.profile.tensors]
         counted = [
@@ -174,19 +177,19 @@ class Crossings:
 
 
 def work_of(shape: Shape) -> tuple[object, ...]:
-    """What a micro-batch computes and sends depends on."""
+    """The fields of a shape that decide what a micro-batch computes and sends."""
     return shape.samples, shape.tensor, shape.sequence, shape.cuts, shape.context, shape.context_kind, shape.expert
 
 
 def _slices_of(shape: Shape) -> int:
-    """Slices that a sequence is cut into where sequence parallelism works."""
+    """Number of slices into which sequence parallelism cuts a sequence; 1 without it."""
     return shape.tensor if shape.sequence else 1
 
 
 @dataclass(frozen=True)
 class _Spans:
-    """Crossing tensors by columns: amounts as coefficients, the layers that make one, read it last, and keep it, and
-    one entry of (tensor, position) for each place of the chain that one crosses."""
+    """Crossing tensors by columns: their sizes as coefficients, and the layers that make them, use them last, and are
+    counted as keeping them. tensor, position: one entry for each place of the chain that a tensor crosses."""
 
     elements: Floats
     other_bytes: Floats

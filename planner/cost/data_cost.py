@@ -1,4 +1,5 @@
-"""What data ranks exchange of one layer, and how much of it shows: of one shape, or of tables of shapes alike."""
+"""What data ranks exchange for one layer, and how much of it is exposed: for one shape, or for tables of shapes at
+once."""
 
 from dataclasses import dataclass
 from typing import Generic
@@ -9,8 +10,8 @@ from .elementwise import Flag, Values, choose, most
 
 @dataclass(frozen=True)
 class DataRates(Generic[Values]):
-    """Times of gathering parameters, of scattering sums of gradients to the ranks that shard them, and of summing these
-    shards over replicas."""
+    """Coefficients of the seconds to gather parameters, to scatter sums of gradients to the ranks that shard them, and
+    to sum these shards over replicas."""
 
     gather: RingTimes[Values]
     scatter: RingTimes[Values]
@@ -32,7 +33,7 @@ def gather_s(elements: Values, element_bytes: float, rates: DataRates[Values]) -
 
 
 def reduce_s(trainable: Values, gradient_bytes: float, sharded_over: Values, rates: DataRates[Values]) -> Values:
-    """Seconds to reduce the gradients of a layer to shards, and these over replicas."""
+    """Seconds to reduce the gradients of a layer to shards, and to sum the shards over replicas."""
     num_bytes = gradient_bytes * trainable
     return ring_s(num_bytes, rates.scatter) + ring_s(num_bytes / sharded_over, rates.reduce)
 
@@ -47,10 +48,11 @@ def exposed_data_s(
     overlap: Values,
     contention: float,
 ) -> DataSeconds[Values]:
-    """What shows of gathers and reductions beside a layer that computes `forward_s` and `backward_s`.
+    """Exposed seconds of the gathers and reductions of a layer that computes for `forward_s` and `backward_s`.
 
-    resharded: parameters are given back after the forward, and gathered anew for the backward. every: each micro-batch
-    reduces its gradients; else the last one does, and what stays gathered is gathered once.
+    resharded: parameters are given back after the forward, and gathered again for the backward. every: gradients are
+    reduced after each micro-batch; else after the last one only, and parameters that stay gathered are gathered once a
+    step.
     """
     repeated: Values = choose(resharded, gathers_s, 0.0)
     each: Values = choose(every, reduces_s, 0.0)
@@ -63,7 +65,8 @@ def exposed_data_s(
 
 
 def added_elements(gathered: Values, sharded_over: Values, every: Flag) -> Values:
-    """Elements of gradients that are added to those of micro-batches before: of shards, if they are reduced first."""
+    """Elements of gradients that are added to those of earlier micro-batches: those of a shard if gradients are reduced
+    first."""
     ways: Values = choose(every, sharded_over, 1.0)
     return gathered / ways
 

@@ -1,5 +1,5 @@
-"""The few operations that formulas need of numbers and of arrays alike: so that one formula prices one shape and bounds
-all shapes of a family at once."""
+"""The few operations that formulas need for numbers and for arrays alike. With them one formula prices one shape, or
+bounds all shapes of a family at once."""
 
 import math
 from typing import Any, TypeVar
@@ -12,18 +12,18 @@ Values = TypeVar("Values", float, Floats)
 """A number, or a table of them."""
 
 Flag = bool | Flags
-"""Yes or no, or a table of that."""
+"""True or false, or a table of such."""
 
 
 def least(first: Values, second: Values | float) -> Values:
-    """The less of two, entry by entry."""
+    """The smaller of two values, entry by entry."""
     found: Any = np.minimum(first, second) if _are_tables(first, second) else min(first, second)
     result: Values = found
     return result
 
 
 def most(first: Values, second: Values | float) -> Values:
-    """The more of two, entry by entry."""
+    """The larger of two values, entry by entry."""
     found: Any = np.maximum(first, second) if _are_tables(first, second) else max(first, second)
     result: Values = found
     return result

@@ -52,7 +52,8 @@ class StageMemory(Frozen):
 
 
 class AxisTraffic(Frozen):
-    """What one rank passes to one kind of collective on one mesh axis during a step; full tensors, not shards."""
+    """What one rank transfers through one kind of collective on one mesh axis in a step; bytes are those of full
+    tensors, not of shards."""
 
     axis: GroupAxis
     kind: CollectiveKind
@@ -61,7 +62,7 @@ class AxisTraffic(Frozen):
 
 
 class Estimate(Frozen):
-    """What a plan is predicted to take and hold."""
+    """Predicted time, memory and traffic of a plan."""
 
     step_time_s: float = Field(description="event simulation of the schedule")
     closed_form_s: float = Field(
@@ -85,7 +86,7 @@ class Estimate(Frozen):
 
     @property
     def peak_device_bytes(self) -> float:
-        """Peak memory of the GPU that takes most, with context and communicators."""
+        """Peak memory of the fullest GPU, with context and communicators."""
         return max(stage.device_bytes for stage in self.memory)
 
     def __rich__(self) -> object:
@@ -97,7 +98,7 @@ class Estimate(Frozen):
         return self._table().html()
 
     def _table(self) -> Shown:
-        """Where a step goes, and the memory of the fullest rank."""
+        """Parts of a step, and memory of the fullest rank."""
         title = (
             f"{format_seconds(self.step_time_s)} a step, {format_count(self.tokens_per_s)} tokens/s, MFU {self.mfu:.1%}"
         )
@@ -141,7 +142,7 @@ def check_model_of(plan: Plan, profile: ModelProfile) -> None:
 
 
 def priced_by(model: CostModel, plan: Plan) -> Estimate:
-    """Price a plan by a cost model of its profile, cluster and job."""
+    """Price a plan by a cost model that was made for its profile, cluster and job."""
     profile, shape = model.profile, shape_of(plan)
     models = stage_models(model, shape)
     stages = _stages(_options_of(plan), models, shape)
@@ -168,7 +169,8 @@ def priced_by(model: CostModel, plan: Plan) -> Estimate:
 
 
 def memory_by(model: CostModel, shape: Shape, stages: Sequence[Sequence[LayerOption]]) -> tuple[StageMemory, ...]:
-    """[rank of a pipeline] -> what it holds, as `priced_by` gives it for options of [stage][layer]."""
+    """[rank of the pipeline] -> its memory, as `priced_by` gives it for a plan with these options. stages:
+    [stage][layer]."""
     models = stage_models(model, shape)
     return _memory_of(_ranks(_stages(stages, models, shape), shape), models, shape)
 
@@ -199,7 +201,7 @@ def _model_flops(profile: ModelProfile) -> float:
 
 
 def _ranks(stages: list[_PricedStage], shape: Shape) -> list[_PricedStage]:
-    """What each rank of the pipeline holds: its one stage, or several as one."""
+    """[rank of the pipeline] -> what it holds: its one stage, or all of its stages joined into one."""
     if shape.virtual_stages == 1:
         return stages
     ranks = []
@@ -212,14 +214,15 @@ def _ranks(stages: list[_PricedStage], shape: Shape) -> list[_PricedStage]:
 
 
 def _options_of(plan: Plan) -> list[tuple[LayerPlan, ...]]:
-    """[stage][layer] -> what the plan decides of it."""
+    """[stage][layer] -> the plan's choices for it."""
     return [stage.layers for stage in plan.stages]
 
 
 def _stages(
     options: Sequence[Sequence[LayerOption | LayerPlan]], models: Sequence[CostModel], shape: Shape
 ) -> list[_PricedStage]:
-    """options: [stage][layer]; models: [pipeline coordinate] -> of its devices."""
+    """[stage] -> its cost and those of its layers. options: [stage][layer]; models: [pipeline coordinate] -> cost model
+    of its devices."""
     model, chain = models[0], Chain(models[0])
     shared, waiting = chain.shared_weights(shape), chain.waiting_bytes(shape)
     ends = np.cumsum([len(stage) for stage in options])
@@ -263,13 +266,13 @@ def _stages(
 
 
 def _in_order(layers: Sequence[LayerCost]) -> list[tuple[LayerCost, int]]:
-    """Neighbours that share a cost, with their number."""
+    """(cost, number of layers) for each row of neighbouring layers that have one cost object."""
     runs = [list(same) for _, same in itertools.groupby(layers, key=id)]
     return [(same[0], len(same)) for same in runs]
 
 
 def _counted(layers: Sequence[LayerCost]) -> list[tuple[LayerCost, int]]:
-    """Each layer's cost once, with how many of `layers` share that object."""
+    """(cost, number of layers that have this object) for each cost object, in the order in which they first occur."""
     counts: dict[int, int] = {}
     for layer in layers:
         counts[id(layer)] = counts.get(id(layer), 0) + 1
@@ -282,7 +285,7 @@ def _memory_of(ranks: Sequence[_PricedStage], models: Sequence[CostModel], shape
 
 
 def _memory(cost: StageCost, shape: Shape, model: CostModel, is_mixed: bool) -> StageMemory:
-    """is_mixed: devices are unequal, so that each says which it is."""
+    """Peak memory of a stage on one rank. is_mixed: devices are unequal, so that each stage names its own."""
     device = model.device
     allocated = cost.allocated_bytes
     reserved = allocated * (1.0 + device.fragmentation)
@@ -302,22 +305,22 @@ def _memory(cost: StageCost, shape: Shape, model: CostModel, is_mixed: bool) -> 
 
 
 def _at_ease_bytes(cost: StageCost, model: CostModel) -> float:
-    """Bytes that torch's allocator ends up with where nothing makes it give blocks back. It keeps blocks by stream
-    (PyTorch's notes on CUDA semantics), and fully_shard reduces gradients on a stream of its own: they lie beside all
-    that the compute stream has held, though most of it is gone by then. Where segments do not grow, what stays from one
-    step to the next splits the blocks of the largest transient, which is reserved once more (gpt under FSDP:
-    benchmarks/one_gpu/results/memory.md)."""
+    """Bytes that torch's allocator has reserved in the end if no lack of memory makes it give blocks back. It keeps
+    blocks by stream (PyTorch's notes on CUDA semantics), and fully_shard reduces gradients on a stream of its own:
+    these lie beside all that the compute stream has ever held, though most of that is free by then. If segments cannot
+    grow, what stays from one step to the next splits the blocks of the largest transient, which is then reserved a
+    second time (gpt under FSDP: benchmarks/one_gpu/results/memory.md)."""
     again = cost.items["transient"] if model.software.memory.fixed_segments else 0.0
     return (cost.allocated_bytes + cost.reduced_later + again) * (1.0 + model.device.fragmentation)
 
 
 _ROUNDING = 1e-9
-"""Of a step: what is left of it below this is none of its parts."""
+"""Share of a step below which what is left over by its parts is rounding, and not waiting in the pipeline."""
 
 
 def _breakdown(stages: list[_PricedStage], num_microbatches: int, step_s: float, fixed_s: float) -> dict[str, float]:
-    """Where the step goes, on the stage that computes longest; what it waits for others is `pipeline`. fixed_s: what
-    the host adds to every step."""
+    """Cause -> seconds of a step, on the rank that is busy longest. `pipeline` is the time that it waits for other
+    ranks. fixed_s: seconds that the host adds to every step."""
     slowest = max(stages, key=lambda stage: num_microbatches * stage.cost.microbatch_s + stage.cost.once_s)
     layers = slowest.layers
     per_microbatch = {
@@ -347,7 +350,7 @@ def _breakdown(stages: list[_PricedStage], num_microbatches: int, step_s: float,
 
 
 def _traffic(ranks: list[_PricedStage], model: CostModel, shape: Shape, plan: Plan) -> tuple[AxisTraffic, ...]:
-    """Traffic of the rank that passes most, by axis and kind."""
+    """Traffic for each axis and kind of collective, of the rank that has most of it."""
     most: dict[tuple[GroupAxis, CollectiveKind], tuple[float, float]] = {}
     for rank, total in zip(ranks, rank_tallies(plan, model, shape), strict=True):
         add_layers(total, _counted(rank.layers), plan.num_microbatches)
@@ -357,11 +360,11 @@ def _traffic(ranks: list[_PricedStage], model: CostModel, shape: Shape, plan: Pl
 
 
 def priced_stages(plan: Plan, profile: ModelProfile) -> list[tuple[StageCost, tuple[LayerCost, ...]]]:
-    """[stage] -> its cost, with that of each of its layers: what the plan's schedule is played with."""
+    """[stage] -> (its cost, the costs of its layers), from which the plan's schedule is simulated."""
     return stages_by(CostModel(profile, plan.cluster, plan.training), plan)
 
 
 def stages_by(model: CostModel, plan: Plan) -> list[tuple[StageCost, tuple[LayerCost, ...]]]:
-    """The same by a cost model that there is already."""
+    """[stage] -> the same as `priced_stages`, by a cost model that exists already."""
     shape = shape_of(plan)
     return [(stage.cost, stage.layers) for stage in _stages(_options_of(plan), stage_models(model, shape), shape)]

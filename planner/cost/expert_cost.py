@@ -13,14 +13,15 @@ from .compute_cost import Amounts, OperatorTable, amounts_of
 from .kernels import ExchangeRates
 
 COUNT_BYTES = 8
-"""Of the number of tokens for one expert, of which ranks tell each other before they exchange tokens."""
+"""Bytes of one expert's number of tokens. Ranks tell each other these numbers before they exchange tokens."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Parameter elements of a layer on one tensor rank, by what they cost there. stored: as if all were sharded over
-    the ranks that share the layer's other parameters. gathered: what is there while the layer runs. reduced: of that,
-    what data shards gather and reduce, counted in the larger group of the other parameters."""
+    """Parameter elements of a layer on one tensor rank, in three sizes for three purposes. stored: divided by the ranks
+    that share the layer's other parameters, it gives what a rank stores. gathered: what is there while the layer runs.
+    reduced: what data ranks gather and reduce, as the size that has the same traffic in the larger group of the other
+    parameters."""
 
     stored: float
     gathered: float
@@ -31,8 +32,8 @@ NO_ELEMENTS = Spread(0.0, 0.0, 0.0)
 
 
 def spread(elements: float, of_experts: float, shape: Shape) -> Spread:
-    """A layer's elements, of which `of_experts` belong to experts. Each expert rank holds 1/expert of those, sharded
-    over the ranks that hold the same experts."""
+    """The sizes of a layer's `elements`, of which `of_experts` belong to experts. Each expert rank holds 1/expert of
+    those, sharded over the ranks that hold the same experts."""
     if shape.expert == 1 or of_experts == 0.0:
         return Spread(elements, elements, elements)
     others = elements - of_experts
@@ -50,11 +51,11 @@ def on_one_rank(
     expert: int,
     imbalance: float,
 ) -> Amounts:
-    """The operators as the busiest of the ranks that share the experts runs them.
+    """Amounts of the operators as the busiest of the ranks that share the experts runs them.
 
-    at: of batches_at. products: which operators are products with the weights of a bank, and how many experts it has.
-    Of these a rank holds 1/expert, and gets `imbalance` times its share of the tokens. Each expert's tokens fill tiles
-    of their own, so with few tokens for each the last tile of each idles.
+    at: as from batches_at. products: for each bank of experts, which operators are products with its weights, and its
+    number of experts. Of these a rank holds 1/expert, and it gets `imbalance` times the mean number of tokens. Each
+    expert's tokens fill tiles of their own, so with few tokens for each the last tile of each is mostly empty.
     """
     elements = table.elements.copy()
     for mask, _ in products:
@@ -93,8 +94,8 @@ def _tiled(rows: Floats, device: Device) -> Floats:
 
 
 def expert_products(layer_class: LayerClass, costs: Costs) -> tuple[tuple[Flags, int], ...]:
-    """Which of a class's operators (in one of its modes) are products with the weights of each bank of experts, and the
-    bank's experts."""
+    """For each bank of experts: which operators of a class (in one of its modes) are products with its weights, and its
+    number of experts."""
     return tuple((_products(costs, bank), bank.count) for bank in layer_class.experts)
 
 
@@ -103,15 +104,15 @@ def _products(costs: Costs, bank: Experts) -> Flags:
 
 
 def routed_bytes(bank: Experts, costs: Costs, samples: float, slices: int, element_bytes: int) -> float:
-    """Bytes of the copies of tokens, one for each expert that a token goes to, that one rank sends to a bank of experts
-    for one micro-batch. slices: parts of the sequence, of which the rank routes one."""
+    """Bytes that one rank sends to a bank of experts for one micro-batch: a copy of each token for every expert that it
+    goes to. slices: number of parts of the sequence, of which the rank has one."""
     first = next((op for op in costs.operators if op.kind == "matmul" and _is_in(op.module, bank)), None)
     width = amount_at(first.shape[1], samples) if first is not None and first.shape is not None else 0.0
     return amount_at(bank.routed, samples) / slices * width * element_bytes
 
 
 def copies(bank: Experts, tokens_per_sample: int) -> float:
-    """Experts that each token goes to."""
+    """Number of experts that each token goes to."""
     return amount_at(bank.routed, 1.0) / tokens_per_sample
 
 
@@ -124,11 +125,12 @@ def exchange_of(
     tokens: float = 1.0,
     groups: ExpertGroups = ONE_GROUP,
 ) -> float:
-    """Seconds of one exchange of tokens between the ranks that share experts: dispatch or combine, forward or backward.
+    """Seconds of one exchange of tokens between the ranks that share experts: dispatch or combine, in forward or
+    backward.
 
-    num_bytes: of all copies that a rank sends, of so many tokens. direct: a token crosses the network once for each
-    host that has any of its experts, and where rates are known reaches each rank once (DeepEP, HybridEP); else once for
-    each expert. Experts are taken to be drawn at random, out of a token's groups.
+    num_bytes: bytes of all copies of tokens that a rank sends. direct: a token crosses the network once for each host
+    with any of its experts, and where rates are known reaches each rank once (DeepEP, HybridEP); else it crosses once
+    for each expert. Experts are taken to be drawn at random from a token's groups.
     """
     if direct and rates is not None and tokens > 0.0:
         row_bytes = num_bytes / (tokens * num_copies)
@@ -137,12 +139,12 @@ def exchange_of(
 
 
 EXCHANGE_UNITS = 32
-"""Multiprocessors that exchange tokens, as busy as DeepEP keeps them: its own 20 to 24, or 16 of HybridEP, which moves
-twice as much with each (their authors' tables)."""
+"""Multiprocessors that exchange tokens, in units of DeepEP's work: it uses 20 to 24 itself; HybridEP uses 16, each of
+which moves twice as much (their authors' tables)."""
 
 
 def groups_of(bank: Experts) -> ExpertGroups:
-    """The groups that a bank's router chooses from."""
+    """Groups of experts that a bank's router chooses from."""
     return ExpertGroups(bank.groups, bank.chosen_groups)
 
 
@@ -152,7 +154,7 @@ section 3.2.2, "only 20 SMs are sufficient"; DeepEP's default."""
 
 
 def network_share(num_copies: float, hosts: int, once_per_host: bool, groups: ExpertGroups = ONE_GROUP) -> float:
-    """Share of the copies that cross the network where those of a token for one host cross it together."""
+    """Share of the copies that cross the network. once_per_host: the copies of a token for one host cross it as one."""
     if hosts == 1 or num_copies <= 1 or not once_per_host:
         return 1.0
     return places_reached(hosts, num_copies, groups) / num_copies

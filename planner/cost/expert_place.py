@@ -1,4 +1,4 @@
-"""Which part of the experts a rank holds, and which ranks share them."""
+"""Which part of the experts a rank holds, and which ranks share the experts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,9 +8,10 @@ from ..plan.document import Axis, Plan
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """A rank among those of its stage that hold different tokens.
+    """Place of a rank among the ranks of its stage that hold different tokens.
 
-    expert: which part of every bank of experts it holds. shard: its place among the ranks that hold the same part.
+    expert: number of the part of every bank of experts that it holds. shard: its number among the ranks that hold the
+    same part.
     """
 
     expert: int
@@ -27,7 +28,7 @@ def expert_place(plan: Plan, coordinates: Mapping[Axis, int]) -> ExpertPlace:
 
 
 def expert_group(plan: Plan) -> list[int]:
-    """Ranks that share the experts with rank 0, in the order of the parts that they hold."""
+    """Ranks that share the experts with rank 0, in the order of the parts that they hold, rank 0 included."""
     ranks = []
     for number in range(plan.degrees.expert):
         rank, rest = 0, number

@@ -1,10 +1,11 @@
-"""What eager mode adds to a layer's kernels: the host's time to issue its passes, in operators, and autocast's traffic.
+"""What eager mode adds to the kernels of a layer: the host's time to issue its passes, counted in operators, and the
+memory traffic of autocast.
 
-A GPU that is done with what it was given waits for the host. So a pass takes what its kernels take, or what issuing it
-takes if that is longer; but the queue of kernels goes on from layer to layer, and while the GPU is at a long one the
-host comes ahead, which hides what short ones wait for. `Device.dispatch` has the seconds of one operator, with the
-views, casts and modules around it; how many operators hooks are worth does not depend on how fast a host is. All
-numbers are fitted to ranks without peers on an H100, each model predicted by the others:
+A GPU that has done what it was given waits for the host. So a pass takes as long as its kernels, or as long as issuing
+it, if that is longer. But the queue of kernels goes on from layer to layer: while the GPU runs a long kernel the host
+gets ahead, and that hides the waiting for short ones. `Device.dispatch` is the time of one operator in seconds, with
+the views, casts and modules around it. How many operators a hook is worth does not depend on how fast a host is. All
+numbers are fitted to single ranks without peers on an H100, each model predicted by the others:
 benchmarks/one_gpu/results/host.md.
 """
 
@@ -17,58 +18,59 @@ import numpy as np
 from ..arrays import Floats
 
 SHARDED_UNIT = 67.0
-"""Hooks of fully_shard in both passes of a unit: parameters are gathered, copied to their places and given back, twice,
-and gradients copied together and sent."""
+"""Operators that the hooks of fully_shard are worth, in both passes of a unit: parameters are gathered, copied to their
+places and given back, twice, and gradients are copied together and sent."""
 
 WHOLE_UNIT = 39.0
-"""The same where nothing is sharded, but parameters are cast and gradients averaged."""
+"""The same for a unit that is not sharded: parameters are only cast, and gradients averaged."""
 
 FORWARD = 0.45
-"""Share of a unit's hooks that is in the forward."""
+"""Share of a unit's hooks that belongs to the forward."""
 
 AUTOCAST = 0.19
-"""Casts of autocast, for each operator: DDP and one device in 16 bits."""
+"""Operators that the casts of autocast are worth, for each operator: under DDP and on one device, in 16 bits."""
 
 AUTOCAST_TRAFFIC = 1.4
-"""Memory traffic of the device that autocast adds, over that in 16 bits of operators that run in fp32 with it: twice
-the bytes, and casts. 1.0 of GPT-2 and 1.8 of BERT on an H100 (busy seconds of DDP beside FSDP)."""
+"""Memory traffic that autocast adds to operators that it runs in fp32, over their traffic in 16 bits: twice the bytes,
+and casts. 1.0 for GPT-2 and 1.8 for BERT on an H100 (busy seconds of DDP beside those of FSDP)."""
 
 EXCHANGE = 2.6
-"""One exchange with tensor ranks, and the copies around it."""
+"""Operators that one exchange with tensor ranks is worth, with the copies around it."""
 
 CONTEXT_FORWARD, CONTEXT_BACKWARD = 27.0, 20.0
-"""Exchanges of an attention between context ranks, with operators on slices of a sequence."""
+"""Operators that an attention's exchanges between context ranks are worth, with operators on slices of a sequence."""
 
 RECOMPUTED = 57.0
-"""Hooks of a checkpoint, which packs and unpacks what is kept and brings back random states."""
+"""Operators that the hooks of a checkpoint are worth, which packs and unpacks what is kept and restores random
+states."""
 
 SPLIT = 2.1
-"""What torch does for each parameter of a layer, and micro-batch, where a zero-bubble schedule divides the backward: it
-looks for the operators that read one, catches their gradients, and begins a backward at each. Median of six models
+"""Operators that a divided backward (zero-bubble schedules) is worth, for each parameter of a layer and micro-batch:
+torch looks for the operators that read it, catches their gradients, and begins a backward at each. Median of six models
 (1.6 to 3.5) whose kernels take no time on a CPU, ZB-H1 beside 1F1B: `python -m benchmarks.execution.split_backward`."""
 
 PARAMETER = 1.2
-"""A parameter's share of the gradients' norm and of the optimizer's step."""
+"""Operators that the gradients' norm and the optimizer's step are worth, for each parameter, once per step."""
 
 STEP = 105.0
-"""What begins and ends a step: a batch is split, norms and losses are read."""
+"""Operators that the beginning and the end of a step are worth: a batch is split, norms and losses are read."""
 
 
 @dataclass(frozen=True)
 class Issued:
-    """A pass through a layer by itself: seconds of the device's kernels, and of the host that issues them."""
+    """Seconds of one pass through a layer by itself: of the device's kernels, and of the host that issues them."""
 
     device_s: float
     host_s: float
 
     @property
     def wait_s(self) -> float:
-        """Seconds that the device waits for the host, nothing before it and nothing after."""
+        """Seconds that the device waits for the host in this pass, if no other pass comes before or after it."""
         return max(0.0, self.host_s - self.device_s)
 
     @property
     def ahead_s(self) -> float:
-        """Seconds that the host comes ahead of the device."""
+        """Seconds by which the host gets ahead of the device in this pass."""
         return max(0.0, self.device_s - self.host_s)
 
 
@@ -76,15 +78,15 @@ NOTHING_ISSUED = Issued(0.0, 0.0)
 
 
 def sum_of(each: Iterable[Issued]) -> Issued:
-    """All of them, one after another."""
+    """Seconds of all passes together."""
     return reduce(lambda a, b: Issued(a.device_s + b.device_s, a.host_s + b.host_s), each, NOTHING_ISSUED)
 
 
 def left_in_queue(longer_s: Floats, shorter_s: Floats, layers: Floats) -> Floats:
-    """In single passes one side, device or host, takes longer than the other: the share of those seconds that is left
-    when the passes follow each other in one queue. All passes of a micro-batch together take what the device computes,
-    or what the host issues if that is longer. longer_s, shorter_s: [..., pass, kind of layer] of either side. layers:
-    [kind] -> how many there are. [...] -> between 0 and 1."""
+    """[...] -> share, between 0 and 1, of the seconds by which one side (device or host) takes longer than the other in
+    single passes that is left when the passes follow each other in one queue: all passes of a micro-batch together take
+    as long as the device computes, or as the host issues, if that is longer. longer_s, shorter_s: [..., pass, kind of
+    layer] -> seconds of either side. layers: [kind] -> number of layers."""
     single = (np.maximum(0.0, longer_s - shorter_s) @ layers).sum(axis=-1)
     left: Floats = ((longer_s - shorter_s) @ layers).sum(axis=-1)
     return np.maximum(0.0, left) / np.where(single > 0.0, single, 1.0)
@@ -92,7 +94,7 @@ def left_in_queue(longer_s: Floats, shorter_s: Floats, layers: Floats) -> Floats
 
 @dataclass(frozen=True)
 class Hooks:
-    """Operators' worth of what is around those of a layer."""
+    """Work of the host around a layer's own operators, counted in operators, for one micro-batch."""
 
     forward: float
     backward: float
@@ -109,9 +111,10 @@ def hooks(
     num_microbatches: int,
     split: bool = False,
 ) -> Hooks:
-    """Of one micro-batch. wrapped: in a unit of fully_shard. autocast_operators, exchanges: in the forward and in the
-    backward. context: its attention is spread over ranks. split: inputs and weights have backwards of their own. What a
-    step has once counts with the backward of each micro-batch for a share."""
+    """Hooks of a layer for one micro-batch. What a step has once is shared out over the backwards of its micro-batches.
+    wrapped: the layer is a unit of fully_shard. sharded: its parameters are. autocast_operators, exchanges: numbers in
+    the forward and in the backward. context: its attention is spread over ranks. split: the backward is divided into
+    one for inputs and one for weights."""
     unit = (SHARDED_UNIT if sharded else WHOLE_UNIT) * wrapped
     once = (PARAMETER * num_parameters + STEP / num_layers) / num_microbatches
     return Hooks(

@@ -25,7 +25,7 @@ _Mode = tuple[str, Costs, int, tuple[int, ...]]
 
 
 class JobModel:
-    """What all prices of one model on one cluster for one job stand on; pure in its inputs, with caches."""
+    """What all prices of one model on one cluster for one job are based on; depends on its inputs only, and caches."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class JobModel:
         job: ClusterSpec | None = None,
         framework: Framework | None = None,
     ) -> None:
-        """job: the whole cluster, where `cluster` is only the part of it that some stages of a pipeline lie on.
-        framework: layers have only the options that it knows."""
+        """job: the whole cluster, if `cluster` is only the part of it that holds some stages of a pipeline. framework:
+        if given, layers have only the options that it can run."""
         self.profile = profile
         self.framework = framework
         self.cluster = cluster
@@ -51,7 +51,7 @@ class JobModel:
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """Kind of every layer of the chain."""
+        """[layer] -> its kind."""
         return kinds_of(self.profile)
 
     @cached_property
@@ -61,7 +61,7 @@ class JobModel:
 
     @cached_property
     def layers_of_kinds(self) -> Floats:
-        """[kind that occurs] -> how many layers are of it."""
+        """[kind that occurs] -> number of layers."""
         return np.array([self.kinds.count(kind) for kind in self.kinds_of_layers], dtype=float)
 
     @cached_property
@@ -71,13 +71,14 @@ class JobModel:
 
     @cached_property
     def outside_blocks(self) -> frozenset[Kind]:
-        """Kinds of layers that a framework does not recompute."""
+        """Kinds of the layers before and after the blocks, which a framework does not recompute; empty without a
+        framework."""
         row = None if self.framework is None else block_row(self.profile.layers)
         return frozenset(kind for place, kind in enumerate(self.kinds) if row is not None and not row.holds(place))
 
     @memo
     def links(self, size: int, stride: int) -> GroupLinks:
-        """Links of the groups of `size` ranks that lie `stride` apart."""
+        """Links of groups of `size` ranks, with `stride` ranks from one member to the next."""
         return GroupLinks(
             group=self.cluster.group(size, stride),
             link=self.cluster.link,
@@ -90,8 +91,8 @@ class JobModel:
 
     @memo
     def links_of_stages(self, size: int, stride: int) -> GroupLinks:
-        """Links of the groups of `size` ranks that lie `stride` apart and belong to several stages: where those have
-        unequal devices, the slowest device and link of any."""
+        """Links of groups of `size` ranks, `stride` ranks apart, that belong to several stages. If stages have unequal
+        devices, the slowest device and link of any."""
         if self.job is self.cluster:
             return self.links(size, stride)
         devices = [self.software.on(group.device, self.job.num_devices) for group in self.job.hosts]
@@ -108,7 +109,8 @@ class JobModel:
 
     @memo
     def places(self, size: int) -> tuple[int, ...]:
-        """Strides of groups of `size` ranks that sit differently on the hosts, neighbours first."""
+        """Strides at which groups of `size` ranks lie differently on the hosts, one for each way; neighbouring ranks
+        first."""
         per_host, apart = self.cluster.devices_per_host, self.job.num_devices // size
         found: dict[Group, int] = {}
         for stride in divisors(max(1, apart)):
@@ -133,7 +135,8 @@ class JobModel:
         return self._mode(kind, shape)[:3]
 
     def _mode(self, kind: Kind, shape: Shape) -> _Mode:
-        """(name, observed costs, tensor degree, cuts that are applied) that a kind runs with under a shape."""
+        """(name, observed costs, tensor degree, indices of the cuts that are applied) with which a kind runs under a
+        shape."""
         key = kind.layer_class, shape.tensor, shape.sequence, shape.cuts
         if key not in self._modes:  # asked for more often than all else: `memo_by` would cost a call more
             self._modes[key] = self._mode_of(self.layer_class(kind), shape)
@@ -147,11 +150,12 @@ class JobModel:
         return "sequence" if slices else "tensor", mode_costs(layer_class, chosen, slices), shape.tensor, chosen
 
     def _as_run(self, kind: Kind, shape: Shape) -> tuple[object, ...]:
-        """What of a kind and a shape decides which kernels run, and on tensors of which sizes for a sample."""
+        """What decides which kernels a kind runs under a shape, and on tensors of which sizes for a sample."""
         mode, _, tensor, chosen = self._mode(kind, shape)
         return kind.layer_class, mode, tensor, chosen
 
     def imbalance(self, kind: Kind, shape: Shape) -> float:
-        """Tokens of the rank whose experts get most, over the mean; 1 where each expert gets as many."""
+        """Tokens of the rank whose experts get most, over the mean of all ranks; 1 if every expert gets equally
+        many."""
         uneven = any(bank.called != "stacked" for bank in self.layer_class(kind).experts)
         return self.training.expert_imbalance if shape.expert > 1 and uneven else 1.0

@@ -1,5 +1,5 @@
-"""Keeps what was found once: `kept` for as long as the document lives that it was made from, profiles being large and
-priced many times; `memo` and `memo_by` for as long as the object lives whose method found it."""
+"""Decorators that keep results. `kept` keeps them as long as the document lives that they were made from, because
+profiles are large and priced many times; `memo` and `memo_by` as long as the object lives whose method made them."""
 
 import weakref
 from collections.abc import Callable, Hashable
@@ -15,8 +15,8 @@ _UNKNOWN: Any = object()
 
 
 def kept(make: Callable[[_Document], _Result]) -> Callable[[_Document], _Result]:
-    """`make`, called once for each object. Equal objects do not share results: comparing them would cost more than
-    most results. What `make` returns must not hold the object itself, or neither is ever freed."""
+    """`make`, called once for each object. Equal objects do not share results, because comparing them would cost more
+    than most results. What `make` returns must not hold the object itself, or neither is ever freed."""
     known: dict[int, tuple[weakref.ref[_Document], _Result]] = {}
 
     @wraps(make)
@@ -32,7 +32,8 @@ def kept(make: Callable[[_Document], _Result]) -> Callable[[_Document], _Result]
 
 
 def memo(method: Callable[[_Self, *_Given], _Result]) -> Callable[[_Self, *_Given], _Result]:
-    """A method, called once for each of its arguments; the results lie in the object itself, and go with it."""
+    """A method that is called once for each combination of arguments. Its results are stored in the object, and freed
+    with it."""
     place = f"memo of {method.__qualname__}"
 
     @wraps(method)
@@ -51,8 +52,8 @@ def memo(method: Callable[[_Self, *_Given], _Result]) -> Callable[[_Self, *_Give
 def memo_by(
     key: Callable[[Any, *_Given], Hashable],
 ) -> Callable[[Callable[[_Self, *_Given], _Result]], Callable[[_Self, *_Given], _Result]]:
-    """A decorator like `memo`, for a method whose results depend on less than its arguments: on what `key` makes of
-    them. The method is called once for each such key."""
+    """A decorator like `memo`, for a method whose results depend on less than its arguments. `key` returns what they
+    depend on, and the method is called once for each key."""
 
     def decorated(method: Callable[[_Self, *_Given], _Result]) -> Callable[[_Self, *_Given], _Result]:
         place = f"memo of {method.__qualname__}"

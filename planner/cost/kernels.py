@@ -25,31 +25,33 @@ TILES = ((128, 256), (256, 128), (256, 256), (128, 128), (128, 64), (64, 64))
 """Rows and columns of the tiles that cuBLAS, CUTLASS and DeepGEMM choose from. The best for a shape is taken."""
 
 SMALL_TILE = 0.05
-"""What a tile of 128 x 128 loses, per side, to reading its operands more often: 1 / (1 + 2 x 0.05) of the speed. The
-error over all devices is flat from 0.03 to 0.08."""
+"""Loss of a tile of 128 x 128, per side, because it reads its operands more often: its speed is 1 / (1 + 2 x 0.05). The
+error over all devices is nearly the same from 0.03 to 0.08."""
 
 WAVE = 0.5
-"""How much of the ideal loss to a partly filled last wave is paid, as an exponent: 0 none, as with tiles cut along the
-inner side; 1 all of it. The error over all devices is flat from 0.4 to 0.7."""
+"""Exponent that tells how much of the ideal loss to a partly filled last wave is paid: 0 none, as with tiles cut along
+the inner side; 1 all of it. The error over all devices is nearly the same from 0.4 to 0.7."""
 
 OPERAND_TRAFFIC = 0.2
-"""Share of a product's operand traffic at the full bandwidth that arithmetic does not hide. Flat from 0.1 to 0.3."""
+"""Share of the time to move a product's operands at full bandwidth that arithmetic does not hide. The error is nearly
+the same from 0.1 to 0.3."""
 
 LONG_S = 5e-4
-"""Seconds of a product at which half of the loss to power is there."""
+"""Seconds of a product that has half of the loss to power."""
 
 SIZES = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp8": 1.0, "fp8_block": 1.0, "fp4": 0.5625}
-"""Bytes of an element as products read it: fp4 with an 8-bit scale for each 16 elements."""
+"""Bytes of an element as products read it; fp4 includes an 8-bit scale for each 16 elements."""
 
 SIDES_ALIGNED = 8
-"""Elements of 16 bits that tensor cores load at a time: sides of which this is no divisor are loaded in pieces."""
+"""Number of 16-bit elements that tensor cores load at a time. Sides that are no multiple of it are loaded in pieces."""
 
 QUERY_TILE = 128
 """Queries that one tile of attention works on."""
 
 
 class ProductRates(Frozen):
-    """What products of one dtype reach on a family of devices. Ranges are physical: outside, a term is missing."""
+    """Rates of products of one dtype on a family of devices. The allowed ranges are those that make physical sense: a
+    fitted number outside means that the formula lacks a term."""
 
     speed: float = Field(
         ge=0.3,
@@ -65,15 +67,15 @@ class ProductRates(Frozen):
 
 
 class UnalignedRates(Frozen):
-    """Speed of 16-bit products of weights with inputs or outputs that are no multiple of SIDES_ALIGNED, over that of
-    others: a vocabulary of 50,257, say. 1 where it was not measured."""
+    """Speed of 16-bit products of weights whose inputs or outputs are no multiple of SIDES_ALIGNED (a vocabulary of
+    50,257, say), over that of others; 1 if it was not measured."""
 
     odd: float = Field(default=1.0, ge=0.02, le=1, description="where one of the two is odd")
     even: float = Field(default=1.0, ge=0.02, le=1, description="where both are even")
     source: str = Field(default="not measured", description="where the numbers come from")
 
     def share(self, sides: Sequence[Floats]) -> Floats:
-        """Of the speed, of products with these sides that lie contiguous in memory: [shape]."""
+        """[shape] -> share of their speed that products keep; sides: those sides that lie contiguous in memory."""
         whole = [np.ceil(side) for side in sides]
         odd = np.any([side % 2 == 1 for side in whole], axis=0)
         aligned = np.all([side % SIDES_ALIGNED == 0 for side in whole], axis=0)
@@ -82,7 +84,7 @@ class UnalignedRates(Frozen):
 
 
 class AttentionRates(Frozen):
-    """What fused attention reaches on a family of devices."""
+    """Rates of fused attention on a family of devices."""
 
     speed: float = Field(ge=0.1, le=1.3, description="share of peak of its products, if scores cost nothing")
     head: float = Field(
@@ -95,7 +97,7 @@ class AttentionRates(Frozen):
 
 
 class ExpertRates(Frozen):
-    """What a bank of experts reaches on one rank of a family of devices."""
+    """Rates of a bank of experts on one rank, on a family of devices."""
 
     speed: float = Field(ge=0.3, le=1.15, description="share of peak of large grouped products in the best tiles")
     fill: float = Field(ge=0, le=3000, description="inner elements in whose time a tile is filled and written")
@@ -119,7 +121,7 @@ class ExpertRates(Frozen):
 
 
 class RingRates(Frozen):
-    """What collectives of NCCL reach over the links inside a host of these devices."""
+    """Rates of NCCL's collectives over the links inside a host of these devices."""
 
     reach: float = Field(ge=0.1, le=1.4, description="share of the link's bandwidth of a ring of many ranks")
     pairs: float = Field(
@@ -142,16 +144,17 @@ class RingRates(Frozen):
     ramp: float = Field(ge=0, le=3, description="how much of what it takes to fill a ring's pipeline is paid")
 
     def bandwidth(self, ranks: float, talking: float) -> float:
-        """Share of the link's bandwidth that a ring of so many ranks of a host gets. talking: as for `sharing`."""
+        """Share of the link's bandwidth that a ring of `ranks` ranks of a host gets. talking: ranks of the host that
+        send at the same time."""
         return float(self.reach * (1.0 - self.pairs / ranks) * self.sharing(talking))
 
     def sharing(self, talking: float) -> float:
-        """Share of the link's bandwidth that is left to each where so many ranks of a host send at the same time."""
+        """Share of the link's bandwidth that each rank keeps if `talking` ranks of a host send at the same time."""
         return float((2.0 / talking) ** self.shared)
 
 
 class ExchangeRates(Frozen):
-    """What kernels that send tokens straight to experts' memory reach (DeepEP, HybridEP and their kind)."""
+    """Rates of kernels that send tokens straight to the memory of experts (DeepEP, HybridEP and similar)."""
 
     unit: float = Field(ge=5e9, le=150e9, description="bytes per second that one multiprocessor handles")
     own: float = Field(ge=0.5, le=15, description="copies of a token in whose time it is read or summed up once")
@@ -177,8 +180,8 @@ class KernelFamily(Frozen):
     source: str = Field(description="where the numbers come from")
 
     def generation(self, name: str) -> float:
-        """Speed of a generation of attention kernels; of the next older one that was measured where it was not. torch
-        takes cuDNN's where FlashAttention 2 has no kernel for the device."""
+        """Speed of a generation of attention kernels; if it was not measured, of the nearest older one that was.
+        "torch" stands for FlashAttention 2, or for cuDNN if that has no good kernel for the device."""
         if name == "torch":
             name = "flash-2" if self.generations.get("flash-2", 0.0) > 0.5 else "cudnn"
         order = ("cudnn", "flash-3", "flash-2", "flash-1")
@@ -188,12 +191,13 @@ class KernelFamily(Frozen):
 
 @cache
 def families() -> dict[str, KernelFamily]:
-    """Every family by name."""
+    """Family name -> its kernels."""
     return {name: KernelFamily.model_validate(table) for name, table in tomllib.loads(FILE.read_text()).items()}
 
 
 def family_of(device: Device) -> KernelFamily | None:
-    """The kernels of a device, if any are known. Raises ValueError that names the families there are."""
+    """The kernels of a device's family, None if it names none. Raises ValueError, with the known names, for an unknown
+    family."""
     if device.kernels and device.kernels not in families():
         raise ValueError(
             f"device {device.name!r}: there are no kernels {device.kernels!r}; there are {', '.join(families())}, "
@@ -203,7 +207,7 @@ def family_of(device: Device) -> KernelFamily | None:
 
 
 def rings_of(device: Device) -> RingRates | None:
-    """What is known of collectives between such devices of a host."""
+    """Rates of collectives inside a host of these devices, None if they are not known."""
     family = family_of(device)
     return None if family is None else family.rings
 
@@ -218,9 +222,9 @@ def products_s(
     groups: Floats | float = 1.0,
     skew: Sequence[float] = (1.0,),
 ) -> Floats:
-    """Seconds of arithmetic of products of these sides, with tiles and waves: [shape] each. peak: FLOP/s of the dtype.
-    groups: so many products at once, each of `rows`; where they differ, `skew` has their rows over the mean, equally
-    many products of each."""
+    """[shape] -> seconds of the arithmetic of products, by tiles and waves. peak: FLOP/s of the dtype. groups: number
+    of products that run at once, each with `rows` rows. skew: if their rows differ, rows over the mean, with equally
+    many products for each entry."""
     best: Floats = np.full(np.shape(rows), np.inf)
     rows, columns = np.maximum(rows, 1.0), np.maximum(columns, 1.0)
     units = float(device.compute_units)
@@ -246,7 +250,8 @@ def product_s(
     rates: ProductRates,
     groups: Floats | float = 1.0,
 ) -> Floats:
-    """Seconds of products with their operands, without launch and casts: [shape] each; groups: so many at once."""
+    """[shape] -> seconds of products, with the traffic of their operands, without launch and casts. groups: number of
+    products that run at once."""
     num_bytes = groups * (SIZES[dtype] * (rows * inner + inner * columns) + 2.0 * rows * columns)
     seconds = products_s(rows, inner, columns, device, peak, rates, groups)
     slowest: Floats = np.maximum(seconds + OPERAND_TRAFFIC * num_bytes / device.bandwidth, num_bytes / device.bandwidth)
@@ -264,9 +269,9 @@ def attention_s(
     peak: float,
     rates: AttentionRates,
 ) -> Floats:
-    """Seconds of fused attention without launch: [shape] each. rows: queries of all heads; inner: width of a head;
-    columns: keys that there are. products: matrix products of a tile, 2 forward and 5 backward; `flops` are fewer than
-    those with every key where a mask leaves some out."""
+    """[shape] -> seconds of fused attention, without launch. rows: queries of all heads; inner: width of a head;
+    columns: number of keys. products: matrix products for each tile, 2 in forward and 5 in backward. `flops` count only
+    the keys that a mask leaves."""
     each = 2.0 * products * inner
     seen = np.minimum(flops / np.maximum(each * rows, 1.0), columns)
     speed = peak * rates.speed / (1.0 + rates.head / np.maximum(inner, 1.0))
@@ -288,8 +293,8 @@ def bank_products_s(
     rates: ExpertRates,
     skew: Sequence[float] = (1.0,),
 ) -> Floats:
-    """Seconds of one product for each of `groups` experts at once, of `rows` tokens each: [shape]. Experts without a
-    token compute nothing, and their weights are not read. skew: see products_s."""
+    """[shape] -> seconds of one product for each of `groups` experts at once, of `rows` tokens each. Experts without
+    tokens compute nothing, and their weights are not read. skew: see products_s."""
     active = groups * np.minimum(rows, 1.0)
     size = SIZES[dtype]
     weights_s = rates.weights * size * active * inner * columns / device.bandwidth
@@ -300,6 +305,7 @@ def bank_products_s(
 
 
 def permute_s(num_bytes: Floats, device: Device, rates: ExpertRates) -> Floats:
-    """Seconds to sort copies of tokens by expert and to bring them back. num_bytes: of all copies."""
+    """Seconds to sort copies of tokens by expert, and to bring the results back into order. num_bytes: bytes of all
+    copies."""
     seconds: Floats = rates.permute * 2.0 * num_bytes / device.bandwidth
     return seconds

@@ -1,4 +1,5 @@
-"""Kinds of layers that cost the same under every shape: what they share, and which arriving tensors they keep."""
+"""Kinds of layers, which cost the same under every shape: which parameters they share with other layers, and which of
+the tensors that arrive they keep."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,10 +12,10 @@ from .kept import kept
 
 @dataclass(frozen=True)
 class SharedName:
-    """A parameter (name relative to the layer's root) that other layers read, too.
+    """A parameter that other layers read, too; its name is relative to the layer's root.
 
-    by_name: under the same name, so that they are always on one stage; else tied, so that stages hold copies.
-    repeated: an earlier layer has it already.
+    by_name: the others read it under the same name, and are always on one stage; else it is tied, and stages hold
+    copies. repeated: an earlier layer reads it already.
     """
 
     name: str
@@ -24,7 +25,8 @@ class SharedName:
 
 @dataclass(frozen=True)
 class Arriving:
-    """A tensor from an earlier layer that counts with its reader. slices: under sequence parallelism it is a slice."""
+    """A tensor from an earlier layer whose bytes are counted with a layer that reads it. slices: under sequence
+    parallelism it is one slice."""
 
     size: Bytes
     slices: bool
@@ -32,8 +34,9 @@ class Arriving:
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers that cost the same under every shape: class, whether slices of the sequence begin or end here, what they
-    share with others, and which of the tensors that arrive they keep (without recompute, and with it)."""
+    """Layers that cost the same under every shape. They agree in class, in whether slices of the sequence begin or end
+    there (`enters`, `leaves`), in the parameters that they share, and in the arriving tensors that they keep without
+    recompute and with it."""
 
     layer_class: int
     enters: int = 0
@@ -51,12 +54,12 @@ class Kind:
         return hash((self.layer_class, self.enters, self.leaves, self.can_recompute, self.shared, self.keeps))
 
     def is_in_root(self, shape: Shape) -> bool:
-        """Whether layers of the same stage read this one's parameters: fully_shard must leave them to its root, which
-        never gives them back. (Tied layers of a pipeline are taken to be on different stages.)"""
+        """Whether other layers of the same stage read parameters of this one. fully_shard must then leave them to its
+        root, which never gives them back. (Tied layers of a pipeline are taken to be on different stages.)"""
         return any(item.by_name or shape.pipeline == 1 for item in self.shared)
 
     def held_before(self, shape: Shape) -> frozenset[str]:
-        """Parameters that an earlier layer of the stage holds: gathered and reduced there."""
+        """Parameters that an earlier layer of the stage holds; they are gathered and reduced there."""
         return frozenset(s.name for s in self.shared if s.repeated and (s.by_name or shape.pipeline == 1))
 
 
@@ -80,7 +83,8 @@ def kinds_of(profile: ModelProfile) -> tuple[Kind, ...]:
 
 @kept
 def shared_groups(profile: ModelProfile) -> list[list[int]]:
-    """[layer] -> groups of tied or shared parameters that it reads; ties count first, in the profile's order."""
+    """[layer] -> numbers of the groups of tied or shared parameters that it reads. Ties have the first numbers, in the
+    profile's order."""
     group_of = {name: g for g, names in enumerate(profile.ties) for name in names}
     readers: dict[str, list[int]] = {}
     for i, layer in enumerate(profile.layers):
@@ -93,11 +97,11 @@ def shared_groups(profile: ModelProfile) -> list[list[int]]:
 
 
 def _kept_arriving(profile: ModelProfile) -> list[tuple[tuple[Arriving, ...], tuple[Arriving, ...]]]:
-    """[layer] -> (tensors from earlier layers that it keeps, the same if it is recomputed).
+    """[layer] -> (tensors from earlier layers that are counted with it, the same if it is recomputed).
 
-    What somebody saves counts once, with its last reader: stages before that one send it on, and hold it as what they
-    send. What nobody saves is kept for the layers that are recomputed from it, and counts once, too: with the last that
-    can be. A tensor that a layer hands on unchanged is one with what it was given.
+    A tensor that any layer saves counts once, with its last reader: stages before that one send it on, and hold it as
+    what they send. A tensor that no layer saves is kept for the layers that are recomputed from it, and counts once as
+    well, with the last of them that can be recomputed. If a layer hands on a tensor unchanged, both are one tensor.
     """
     tensors = profile.tensors
     found: list[tuple[list[Arriving], list[Arriving]]] = [([], []) for _ in profile.layers]
@@ -120,7 +124,7 @@ def _kept_arriving(profile: ModelProfile) -> list[tuple[tuple[Arriving, ...], tu
 
 @kept
 def kept_with_last(profile: ModelProfile) -> tuple[tuple[int, Arriving], ...]:
-    """[crossing tensor] -> (the last layer that reads it, what of it counts there whatever is recomputed)."""
+    """[crossing tensor] -> (last layer that reads it, the part of it that counts there whatever is recomputed)."""
     last, sizes = [-1] * len(profile.tensors), [Bytes()] * len(profile.tensors)
     for group in _same(profile):
         members = [profile.tensors[i] for i in group]
@@ -134,7 +138,7 @@ def kept_with_last(profile: ModelProfile) -> tuple[tuple[int, Arriving], ...]:
 
 
 def _same(profile: ModelProfile) -> list[list[int]]:
-    """Crossing tensors, by index, that are one tensor: a layer hands on unchanged what it was given."""
+    """Groups of crossing tensors, by index, that are one tensor, because layers hand it on unchanged."""
     groups: dict[int, list[int]] = {}
     for i, tensor in enumerate(profile.tensors):
         groups.setdefault(i if tensor.same_as is None else tensor.same_as, []).append(i)
@@ -146,7 +150,7 @@ def _savers_in_fp32(tensor: CrossingTensor) -> tuple[int, ...]:
 
 
 def _counted(size: Bytes, counts: bool, in_fp32: bool) -> Bytes:
-    """A size that counts only where the compute dtype is fp32, or only where it is not."""
+    """A size that counts in every compute dtype, or only if that is fp32, or only if it is not."""
     if counts and in_fp32:
         return size
     sign = 1.0 if in_fp32 else -1.0
@@ -158,7 +162,7 @@ def _counted(size: Bytes, counts: bool, in_fp32: bool) -> Bytes:
 
 
 def _shared_names(profile: ModelProfile) -> list[tuple[SharedName, ...]]:
-    """[layer] -> its parameters that other layers read, too."""
+    """[layer] -> those of its parameters that other layers read, too."""
     ties = {name: group for group in profile.ties for name in group}
     readers: dict[str, list[int]] = {}
     for i, layer in enumerate(profile.layers):

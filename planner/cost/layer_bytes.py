@@ -1,4 +1,4 @@
-"""Bytes of layers' activations, and of what is there only during a layer's turn."""
+"""Bytes of the activations of layers, and of what is there only during a layer's turn."""
 
 import math
 from collections.abc import Collection
@@ -18,10 +18,10 @@ from .transient_cost import Transients, Turn, Working, transients
 
 
 class LayerBytes(LayerElements):
-    """Memory of layers on one rank beside what their parameters take all step long (memory_cost.py)."""
+    """Memory of layers on one rank, without what their parameters take all step long (memory_cost.py)."""
 
     def arriving_bytes(self, kind: Kind, shape: Shape, recomputed: bool) -> float:
-        """Bytes of tensors from earlier layers that a layer keeps for one micro-batch."""
+        """Bytes of tensors from earlier layers that are counted with a layer, for one micro-batch."""
         batch, element_bytes = shape.samples, self.training.compute_bytes
         slices = self.mode(kind, shape)[0] == "sequence"
         return sum(
@@ -30,20 +30,20 @@ class LayerBytes(LayerElements):
         )
 
     def _arrived_bytes(self, kind: Kind, shape: Shape, option: LayerOption) -> float:
-        """Bytes of those that it keeps only because it is recomputed."""
+        """Bytes of tensors from earlier layers that are counted with a layer only because it is recomputed."""
         if not keeps_arriving(self.layer_class(kind), option.recompute) or option.offload:
             return 0.0
         return self.arriving_bytes(kind, shape, True) - self.arriving_bytes(kind, shape, False)
 
     def batch_bytes(self, shape: Shape) -> float:
-        """Bytes of a rank's share of the global batch, which every stage holds."""
+        """Bytes of a data rank's share of the global batch; every stage holds it."""
         each = sum(math.prod(tensor.shape) * _dtype_bytes(tensor.dtype) for tensor in self.profile.batch)
         return float(shape.micro_batch * shape.num_microbatches * each)
 
     def buffer_bytes(self, shape: Shape) -> float:
-        """Bytes of the model's buffers, which are never sharded, in their own dtypes, and of the stack's own. A
-        pipeline stage is taken to hold all, and holds only those of its layers and of the root; the stack's are the
-        rank's, whose stages share them."""
+        """Bytes of the model's buffers, in their own dtypes and never sharded, and of those that the stack adds. Every
+        pipeline stage is taken to hold all of the model's, though it only holds those of its layers and of the root.
+        Those of the stack belong to a rank, so its stages share them."""
         if not self.software.memory.unread_gradients:
             return self._of_buffers
         return self._of_buffers + self._unread_bytes(shape) / shape.virtual_stages
@@ -54,9 +54,10 @@ class LayerBytes(LayerElements):
 
     @memo_by(lambda _, shape: (shape.tensor, shape.sequence, shape.cuts))
     def _unread_bytes(self, shape: Shape) -> float:
-        """Bytes of gradients that linear layers return and nobody reads, one for each weight of a layer, of experts for
-        each weight of one. Weights that read one tensor are taken to be one, as Megatron has them. Source: Transformer
-        Engine 2, get_dummy_wgrad in pytorch/module/base.py, which keeps one for each shape and never frees it."""
+        """Bytes of gradients that linear layers return and nobody reads: one tensor for each weight of a layer, which
+        equal layers share; for a bank of experts, one for each weight of one expert. Weights that read one tensor count
+        as one, as Megatron has them. Source: Transformer Engine 2, get_dummy_wgrad in pytorch/module/base.py, which
+        keeps one for each shape and never frees it."""
         found: dict[tuple[object, ...], float] = {}
         for kind in self.kinds_of_layers:
             layer_class, costs = self.layer_class(kind), self.mode(kind, shape)[1]
@@ -72,34 +73,35 @@ class LayerBytes(LayerElements):
         return sum(found.values())
 
     def held_bytes(self, shape: Shape) -> float:
-        """Bytes of what every stage holds all step long, whichever its layers are: its batches and the buffers."""
+        """Bytes that every stage holds all step long, whichever its layers are: batch and buffers."""
         return self.batch_bytes(shape) + self.buffer_bytes(shape)
 
     @memo_by(
         lambda _, kind, shape, recompute: (kind, shape.tensor, shape.sequence, shape.cuts, shape.samples, recompute)
     )
     def kept_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
-        """Bytes that a layer keeps of one micro-batch in the model's own numbers."""
+        """Bytes that a layer keeps of one micro-batch as the profile counts them, without what the training stack
+        changes."""
         _, costs, tensor = self.mode(kind, shape)
         layer_class = self.layer_class(kind)
         kept = kept_at(layer_class, costs, recompute, shape.samples, self.training.compute_bytes, tensor)
         return kept + self.arriving_bytes(kind, shape, keeps_arriving(layer_class, recompute))
 
     def least_kept_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
-        """Bytes that a layer keeps of one micro-batch at least, wherever in its backward that is and however data is
-        split."""
+        """Lower bound on the bytes that a layer keeps of one micro-batch, at any time until its backward ends and
+        however data is split."""
         kept, _ = self._activations(kind, shape, recompute, False)
         return kept + min(0.0, self._put_off_bytes(kind, shape))
 
     def put_off_bytes(self, kind: Kind, shape: Shape) -> float:
-        """Bytes by which a layer holds more of a micro-batch between its backward for inputs and that for weights than
-        it holds before the first: the gradients that weights wait for, less what is no longer needed. 0 under schedules
-        that do not split the backward, and in Megatron's stacks, where the one takes about as much as the other (60
-        published runs of zero-bubble pipelines, memory 4.2% off in the median)."""
+        """Bytes that a layer holds more of a micro-batch between its backward for inputs and its backward for weights
+        than before the first of them: gradients that the second waits for, less what is no longer needed. 0 under
+        schedules that do not split the backward. 0 also in Megatron's stacks, where both are about equal (60 published
+        runs of zero-bubble pipelines, memory 4.2% off in the median)."""
         return 0.0 if uses_buffers(shape, self.training) else self._put_off_bytes(kind, shape)
 
     def _put_off_bytes(self, kind: Kind, shape: Shape) -> float:
-        """The same where weights and gradients do not lie in buffers."""
+        """The same, for stacks without buffers of weights and gradients."""
         if shape.schedule not in ZERO_BUBBLE:
             return 0.0
         _, costs, tensor = self.mode(kind, shape)
@@ -111,8 +113,8 @@ class LayerBytes(LayerElements):
         return put_off - spent * memory.kept("none", self.training.precision)
 
     def activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, Working[float]]:
-        """(kept bytes, bytes beyond them while at work) for one micro-batch; in the backward recomputed layers pass
-        through everything that they would have saved."""
+        """(bytes that a layer keeps of one micro-batch, bytes beyond them during its turn). In the backward of a
+        recomputed layer everything comes back that it would have kept without recompute."""
         mixed = self.training.is_mixed and not self.software.memory.pure
         plain = not uses_buffers(shape, self.training) and not uses_fully_shard(shape, self.training)
         return self._activations(kind, shape, recompute, mixed and plain)
@@ -125,8 +127,8 @@ class LayerBytes(LayerElements):
     def _activations(
         self, kind: Kind, shape: Shape, recompute: Recompute, autocast: bool
     ) -> tuple[float, Working[float]]:
-        """What `activation_bytes` gives, by whether autocast casts: it computes a layer that ends in the loss in
-        fp32."""
+        """What `activation_bytes` returns. autocast: whether autocast casts in the layer; it computes one that ends in
+        the loss in fp32."""
         batch, element_bytes = shape.samples, self.training.compute_bytes
         _, costs, tensor = self.mode(kind, shape)
         logits = self._logits_bytes(kind, shape)
@@ -173,8 +175,9 @@ class LayerBytes(LayerElements):
     def _fused(
         self, costs: Costs, recompute: Recompute, batch: float, tensor: int, saved: float, kept: float
     ) -> tuple[float, float, float]:
-        """(saved bytes, those kept under a recompute, what arrives and is kept beside them) by the stack's kernels.
-        What parts keep is taken to shrink as the whole does."""
+        """(bytes that a layer saves, those that it keeps under a recompute, bytes of arriving tensors that it keeps
+        beside them), with the stack's fused kernels. What parts of a layer keep is taken to shrink by the same share as
+        the whole."""
         if not self.software.memory.fuses or costs.fused is None or not saved:
             return saved, kept, 0.0
         element_bytes = self.training.compute_bytes
@@ -186,15 +189,16 @@ class LayerBytes(LayerElements):
         return fused, kept, costs.fused_inputs.at(batch, element_bytes, tensor)
 
     def _head_backward_bytes(self, kind: Kind, shape: Shape) -> float:
-        """Bytes of gradients of logits, and of the head's weight where one is returned that nobody reads."""
+        """Bytes of the gradients of logits, and of a gradient of the head's weight that nobody reads; 0 for stacks that
+        return none of these."""
         if not self.software.memory.unread_gradients:
             return 0.0
         weights = sum(item.elements for item in self.held(kind, shape) if item.trainable)
         return self.training.compute_bytes * (self._num_logits(kind, shape) + weights)
 
     def working_bytes(self, kind: Kind, shape: Shape, way: LayerOption) -> tuple[float, float, float]:
-        """Bytes of a layer's activations that are there only during its turn (of its forward, of its backward), and
-        what that has let go of when it ends: at least, however data is split."""
+        """(bytes during a layer's forward, bytes during its backward, bytes that the backward has let go of at its end)
+        of activations, beyond those that it keeps; lower bounds, however data is split."""
         _, working = self._activations(kind, shape, way.recompute, False)
         moved = 2 * self.least_kept_bytes(kind, shape, way.recompute) if way.offload else 0.0
         return working.forward + moved, working.backward + moved, working.passed
@@ -204,8 +208,8 @@ class LayerBytes(LayerElements):
         return self._logits_bytes(kind, shape) > 0
 
     def _gathered_again(self, kind: Kind, shape: Shape, recomputed: Collection[str] = ()) -> float:
-        """Bytes of gathered inputs of matmuls beyond a rank's slice, where the stack does not keep them; recomputed:
-        parts of the layer whose own do not count."""
+        """Bytes by which gathered inputs of matmuls exceed a rank's slice, if the stack gathers them once more instead
+        of keeping them; else 0. recomputed: parts of the layer that are left out."""
         mode, costs, tensor = self.mode(kind, shape)
         if mode != "sequence" or not self.software.memory.gathers_again:
             return 0.0
@@ -215,7 +219,8 @@ class LayerBytes(LayerElements):
         return whole * (1 - 1 / tensor)
 
     def _logits_bytes(self, kind: Kind, shape: Shape) -> float:
-        """Bytes of what a layer's last matmul makes for the loss in it, and of gathering that; 0 without a loss."""
+        """Bytes of the logits that a layer's last matmul makes, and of gathering them; 0 if the layer does not compute
+        the loss."""
         _, costs, tensor = self.mode(kind, shape)
         if not _has_loss(costs):
             return 0.0
@@ -227,7 +232,7 @@ class LayerBytes(LayerElements):
         return self._num_logits(kind, shape) * self.training.compute_bytes + 2 * gathered
 
     def _num_logits(self, kind: Kind, shape: Shape) -> float:
-        """Elements that a layer's last matmul makes on one rank."""
+        """Elements of the output of a layer's last forward matmul on one rank."""
         _, costs, tensor = self.mode(kind, shape)
         shapes = [op.shape for op in costs.operators if op.part == "forward" and op.shape is not None]
         rows, _, columns = shapes[-1] if shapes else (ZERO, ZERO, ZERO)
@@ -243,8 +248,8 @@ class LayerBytes(LayerElements):
         resharded: bool,
         again: bool,
     ) -> Transients[float]:
-        """Bytes that are there only during a layer's turn. again: the layer is recomputed, so that the first new
-        gradient meets all that the forward has made again."""
+        """Bytes that are there only during a layer's turn. again: the layer is recomputed, so that its first new
+        gradient comes while everything is there that the forward has made again."""
         if state.buffers:
             most = max(working.forward, working.backward)
             return Transients(most, most, most)
@@ -272,8 +277,9 @@ class LayerBytes(LayerElements):
 
     @memo_by(lambda _, kind, shape: (kind, shape.pipeline == 1))
     def fetched_ahead(self, kind: Kind, shape: Shape) -> Kind | None:
-        """What fully_shard handles before a layer of this kind: of its own kind if there are several in a row, else the
-        next layer before it that has parameters of its own."""
+        """Kind of the layer whose parameters fully_shard gathers ahead in the backward of a layer of this kind: the
+        same kind if there are several in a row, else that of the nearest earlier layer with parameters of its own; None
+        if there is none."""
         kinds = self.kinds
         places = [i for i, other in enumerate(kinds) if other == kind]
         if any(i and kinds[i - 1] == kind for i in places):
@@ -288,13 +294,15 @@ def _has_loss(costs: Costs) -> bool:
 
 
 _NEARLY = 0.02
-"""A norm moves its parameters besides what it reads and writes."""
+"""Relative difference up to which the tensor that a matmul reads counts as the one that a norm has returned: a norm's
+traffic also contains its parameters."""
 
 
 def autocast_elements(costs: Costs, batch: float, recomputed: Collection[str] = ()) -> float:
-    """Elements that autocast keeps in fp32 where the profile has them in the compute dtype: what layer norms read, for
-    it keeps the residual stream in fp32; and as many for each matmul that reads the same of it as one before, as each
-    makes a copy in the compute dtype. recomputed: parts of the layer whose own do not count."""
+    """Elements that a layer keeps in fp32 under autocast, where the profile has them in the compute dtype. These are
+    the inputs of layer norms, because autocast keeps the residual stream in fp32; and as many for every further matmul
+    that reads the same tensor, because each makes a copy in the compute dtype. recomputed: parts of the layer that are
+    left out."""
     stream, readers, found = amount_at(costs.inputs.elements, batch), 0, 0.0
     for op in costs.operators:
         if op.part != "forward":
@@ -313,7 +321,7 @@ def autocast_elements(costs: Costs, batch: float, recomputed: Collection[str] = 
 
 
 def _dtype_bytes(name: str) -> int:
-    """Bytes of one element of a torch dtype. Inputs in the compute dtype are given in fp32."""
+    """Bytes of one element of a torch dtype. "compute" counts as fp32, in which inputs are given."""
     if name == "bool":
         return 1
     if name == "compute":

@@ -18,7 +18,7 @@ from .priced_layer import LayerCost, Traffic
 
 
 class CostModel(LayerExchanges, LayerBytes):
-    """Prices layers of one model on one cluster for one job; pure in its three inputs, with caches."""
+    """Prices layers of one model on one cluster for one job; depends on its inputs only, and caches."""
 
     @memo
     def cost(self, kind: Kind, shape: Shape, option: LayerOption) -> LayerCost:
@@ -90,13 +90,14 @@ class CostModel(LayerExchanges, LayerBytes):
         )
 
     def _away_s(self, kind: Kind, shape: Shape, num_bytes: float) -> tuple[float, float]:
-        """Seconds of bringing a layer's bytes to the host and back that its forward and its backward do not hide."""
+        """(seconds of the forward, seconds of the backward) that moving a layer's bytes to the host and back adds,
+        beyond what compute hides."""
         seconds, moved_s = self.compute(kind, shape), num_bytes / self.device.host_bandwidth
         forward_s = exposed_s(moved_s, seconds.forward, 1.0, self.device.contention)
         return forward_s, exposed_s(moved_s, seconds.backward, 1.0, self.device.contention)
 
     def least_away_s(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
-        """Seconds that a layer takes longer at least where what it keeps waits in the host's memory."""
+        """Lower bound on the seconds that a layer takes longer if what it keeps is moved to the host's memory."""
         return sum(self._away_s(kind, shape, self.least_kept_bytes(kind, shape, recompute)))
 
     def options(
@@ -107,9 +108,10 @@ class CostModel(LayerExchanges, LayerBytes):
         reshard: bool | None = None,
         offered: Offered = NO_EXTRAS,
     ) -> list[LayerOption]:
-        """The options of a layer of this kind under a shape, restricted to what is pinned: every kind of recompute that
-        the executor runs, where the layer is a module and has saved something to give up, and giving back parameters.
-        offered: recompute of any parts of the layer, too; activations that wait in the host's memory."""
+        """Options of a layer of this kind under a shape, restricted to what is pinned. They vary in recompute (every
+        kind that the executor runs, if the layer is a module and keeps less with it) and in whether gathered parameters
+        are given back. offered: further choices, which are recompute of any parts of the layer, and activations that
+        wait in the host's memory."""
         recomputes: tuple[Recompute, ...] = ("none",)
         if kind.can_recompute:
             kept = self.kept_bytes(kind, shape, "none")
@@ -130,18 +132,18 @@ class CostModel(LayerExchanges, LayerBytes):
 
     @staticmethod
     def _places(kind: Kind, recompute: Recompute, offered: Offered) -> tuple[bool, ...]:
-        """Whether what a layer keeps may wait in the host's memory: no, or either."""
+        """Choices of whether what a layer keeps waits in the host's memory: (False,), or (False, True) if it may."""
         may_leave = "offload" in offered and kind.can_recompute and recompute not in KEPT_ON_DEVICE
         return (False, True) if may_leave else (False,)
 
     def ways_with_places(self, kind: Kind, recompute: Recompute | None, offered: Offered) -> tuple[LayerOption, ...]:
-        """Every kind of recompute that a layer may take, or the one that is pinned, with every place for what it keeps;
-        the first one runs nothing again beyond what is pinned."""
+        """Every kind of recompute that a layer may take, or the pinned one, each with every place for what it keeps.
+        The first one recomputes nothing beyond what is pinned."""
         ways = self.ways(kind, offered) if recompute is None else (self.pinned(kind, recompute),)
         return tuple(LayerOption(way, False, away) for way in ways for away in self._places(kind, way, offered))
 
     def ways(self, kind: Kind, offered: Offered) -> tuple[Recompute, ...]:
-        """Every kind of recompute that a layer may take, whether it gives anything up or not."""
+        """Every kind of recompute that a layer may take, whether it saves memory or not."""
         if not kind.can_recompute or kind in self.outside_blocks:
             return ("none",)
         if self.framework is not None:
@@ -150,7 +152,8 @@ class CostModel(LayerExchanges, LayerBytes):
         return (*EXECUTABLE_RECOMPUTES, *parts)
 
     def pinned(self, kind: Kind, recompute: Recompute) -> Recompute:
-        """What a recompute that is pinned for all layers means for those of a kind."""
+        """The recompute of layers of a kind, if `recompute` is pinned for all layers: none where they cannot be
+        recomputed, and of named parts those that they have."""
         may = kind.can_recompute and kind not in self.outside_blocks
         return within(self.layer_class(kind), recompute) if may else "none"
 
@@ -159,11 +162,11 @@ class CostModel(LayerExchanges, LayerBytes):
         return Crossings(self)
 
     def crossings(self, shape: Shape) -> list[Cut]:
-        """What crosses at every place of the chain, forward (the backward returns the same): before the first layer,
-        between layers, after the last."""
+        """[place of the chain] -> what crosses there in the forward (the backward returns the same): before the first
+        layer, between layers, after the last."""
         return self._crossings.cuts(shape)
 
     def arrivals(self, shape: Shape, firsts: Ints, ends: Ints) -> Arrivals:
-        """What stages hold of tensors from earlier ones. firsts, ends: [stage] -> its first layer, and the one after
-        its last."""
+        """[stage] -> what it holds of tensors from earlier stages. firsts, ends: [stage] -> its first layer, and the
+        layer after its last."""
         return self._crossings.arrivals(shape, firsts, ends)

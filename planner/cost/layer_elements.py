@@ -13,11 +13,12 @@ from .sharding import padded_elements
 
 
 class LayerElements(JobModel):
-    """What layers hold of the parameters on one rank, in elements."""
+    """Elements of layers' parameters on one rank."""
 
     def elements(self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()) -> tuple[float, float]:
-        """(all, trainable) parameter elements of a layer on one tensor rank, before data sharding, with its padding:
-        as many as what data shards pass and what is gathered of them takes in the compute dtype."""
+        """(all, trainable) parameter elements of a layer on one tensor rank, before they are sharded over data ranks,
+        with padding: as many elements of the compute dtype as gathering them moves and gathered copies take. without:
+        names of parameters that are left out."""
         total = trainable = 0.0
         for item in self.held(kind, shape):
             if item.name in without:
@@ -27,12 +28,13 @@ class LayerElements(JobModel):
         return total, trainable
 
     def _gathered(self, item: HeldParameter, shape: Shape) -> float:
-        """Elements of the compute dtype that a parameter takes which is kept in fewer bits than others, gathered: as it
-        is kept; where it is not sharded there is no copy of it."""
+        """Elements of the compute dtype that have as many bytes as a parameter that is kept in fewer bits than others.
+        0 if it is not sharded, as there is no gathered copy of it."""
         return item.elements * item.bytes_kept / self.training.compute_bytes if shape.sharded_over > 1 else 0.0
 
     def _stored(self, kind: Kind, shape: Shape, without: frozenset[str]) -> float:
-        """Elements of a layer on one tensor rank by what they take where they are stored."""
+        """Elements of a layer on one tensor rank, where a parameter kept in fewer bits counts by its share of the
+        bytes."""
         own_bytes = self.training.compute_bytes if self.software.memory.pure else MASTER_BYTES
         held = (item for item in self.held(kind, shape) if item.name not in without)
         return sum(item.elements * (item.bytes_kept / own_bytes if item.bytes_kept else 1.0) for item in held)
@@ -46,7 +48,7 @@ class LayerElements(JobModel):
     def _held_by(
         self, number: int, tensor: int, sharded_over: int, chosen: tuple[int, ...]
     ) -> tuple[HeldParameter, ...]:
-        """[parameter of a class]; chosen: the cuts that are applied."""
+        """[parameter] of class number `number` on one tensor rank. chosen: indices of the cuts that are applied."""
         layer_class = self.profile.classes[number]
         cut_dims = {name: dim for i in chosen for name, dim in layer_class.cuts[i].sharded.items()}
         partial = {name for i in chosen for name in layer_class.cuts[i].partial}
@@ -62,7 +64,7 @@ class LayerElements(JobModel):
         return tuple(held)
 
     def spread_of(self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()) -> tuple[Spread, Spread]:
-        """(all, trainable) parameter elements of a layer on one tensor rank by what they cost there."""
+        """(all, trainable) parameter elements of a layer on one tensor rank, each in the three sizes of `Spread`."""
         return self._spread_of(kind, shape, without)
 
     @memo_by(
@@ -84,18 +86,19 @@ class LayerElements(JobModel):
         return found, spread(trainable, trainable - others_trainable, shape)
 
     def stored_elements(self, kind: Kind, shape: Shape) -> tuple[float, float]:
-        """(all, trainable) elements of a layer, as if all were sharded over the ranks that share its other ones."""
+        """(all, trainable) elements of a layer that, divided by the ranks that share its other parameters, give what a
+        rank stores."""
         total, trainable = self.spread_of(kind, shape)
         return total.stored, trainable.stored
 
     def spread_names(self, kind: Kind, shape: Shape) -> frozenset[str]:
-        """Parameters of experts, where these are spread over ranks."""
+        """Names of the parameters of experts, if these are spread over ranks; else none."""
         banks = self.layer_class(kind).experts if shape.expert > 1 else ()
         return frozenset(name for bank in banks for name in bank.parameters)
 
     def bank_elements(self, kind: Kind, shape: Shape) -> list[tuple[float, float]]:
-        """[bank] -> (all, trainable) elements that one rank has of it, with the padding of the ranks that shard them;
-        nothing where experts are not spread."""
+        """[bank of experts] -> (all, trainable) elements of it on one expert rank before sharding, with the padding
+        that shards need; empty if experts are not spread."""
         layer_class, found = self.layer_class(kind), []
         for bank in layer_class.experts if shape.expert > 1 else ():
             own = [p for p in layer_class.parameters if p.name in bank.parameters]

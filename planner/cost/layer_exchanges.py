@@ -1,4 +1,4 @@
-"""What layers exchange with other ranks, and the seconds of it that nothing hides."""
+"""What layers exchange with other ranks, and the exposed seconds of it."""
 
 from functools import cached_property
 
@@ -22,18 +22,19 @@ from .priced_layer import Traffic
 
 
 class LayerExchanges(LayerElements, LayerPasses):
-    """Traffic of layers with tensor, context, expert and data ranks; pipelines' is crossing_cost.py's."""
+    """Traffic of layers with tensor, context, expert and data ranks. For that of pipeline ranks see
+    crossing_cost.py."""
 
     def hidden_tensor(self, links: GroupLinks) -> float:
-        """Share of tensor-parallel communication over these links that the stack hides; none between hosts. What cuts a
-        matmul into pieces to send each as soon as it is ready writes into the other GPUs' memory (user buffers of
-        Transformer Engine, torch's symmetric memory), which reaches as far as the links inside a host do."""
+        """Share of tensor-parallel communication over these links that the stack hides; 0 between hosts. Stacks that
+        cut a matmul into pieces, to send each as soon as it is ready, write into the memory of other GPUs (user buffers
+        of Transformer Engine, torch's symmetric memory). That reaches only as far as the links inside a host."""
         return self.software.tensor_overlap if links.group.hosts == 1 else 0.0
 
     def tensor_s(self, kind: Kind, shape: Shape, traffic: TensorTraffic, links: GroupLinks) -> Exchanged:
-        """Exposed seconds of a layer's exchanges with tensor ranks over these links, with what its products take longer
-        that are cut to hide them. Where products are priced by shape, each exchange hides behind the one beside it;
-        else all hide behind the layer."""
+        """Exposed seconds of a layer's exchanges with tensor ranks over these links, with the time that products lose
+        by being cut into pieces. If products are priced by shape, each exchange hides behind the product beside it;
+        else all exchanges together hide behind the layer's compute."""
         seconds: dict[Part, float] = {"forward": 0.0, "backward": 0.0}
         hidden_s: dict[Part, float] = {"forward": 0.0, "backward": 0.0}
         repeated_s = repeated_hidden_s = 0.0
@@ -60,7 +61,8 @@ class LayerExchanges(LayerElements, LayerPasses):
         )
 
     def beside(self, kind: Kind, shape: Shape) -> Beside:
-        """Products of a layer that hide its exchanges with tensor ranks, where the stack cuts them for that."""
+        """Products of a layer that hide its exchanges with tensor ranks; `ALONE` if the stack does not cut them for
+        that."""
         if shape.tensor == 1 or not self.software.tensor_overlap:
             return ALONE
         return self._beside(kind, shape)
@@ -75,7 +77,8 @@ class LayerExchanges(LayerElements, LayerPasses):
         return beside(costs, cuts, self.device, precision, element_bytes, shape.samples, tensor)
 
     def context_of(self, kind: Kind, shape: Shape, stride: int | None = None) -> ContextCost:
-        """Exchanges of a layer's attention between context ranks; stride: between them, if not as the shape has it."""
+        """Cost of a layer's exchanges between context ranks. stride: ranks from one context rank to the next; None: as
+        in the shape."""
         if shape.context == 1:
             return NOTHING
         return self._context(kind, shape, shape.stride("context") if stride is None else stride)
@@ -102,21 +105,22 @@ class LayerExchanges(LayerElements, LayerPasses):
         )
 
     def least_context_s(self, kind: Kind, shape: Shape) -> tuple[float, float]:
-        """Exposed seconds of a layer's exchanges with context ranks in the forward, and in the backward without
-        recompute, that no order of the mesh axes beats."""
+        """(forward, backward without recompute) -> lower bound, for all orders of the mesh axes, on the exposed seconds
+        of a layer's exchanges with context ranks."""
         if shape.context == 1:
             return 0.0, 0.0
         contexts = [self.context_of(kind, shape, stride) for stride in self.places(shape.context)]
         return min(c.forward_s for c in contexts), min(c.backward_s for c in contexts)
 
     def context_s(self, kind: Kind, shape: Shape, stride: int | None = None) -> Exchanged:
-        """Exposed seconds of a layer's exchanges with context ranks; stride: as of `context_of`."""
+        """Exposed seconds of a layer's exchanges with context ranks. stride: see `context_of`."""
         cost = self.context_of(kind, shape, stride)
         return Exchanged(cost.forward_s, cost.backward_s, cost.forward_s)
 
     def dispatch_of(self, kind: Kind, shape: Shape, stride: int | None = None) -> tuple[float, float, float]:
-        """(seconds, bytes, calls) of sending a layer's tokens to their experts once for one micro-batch; bringing them
-        back takes the same, and so do their gradients. stride: between expert ranks, if not as the shape has it."""
+        """(seconds, bytes, calls) to send a layer's tokens to their experts once for one micro-batch. Bringing them
+        back takes the same, and so do the gradients of both. stride: ranks from one expert rank to the next; None: as
+        in the shape."""
         if shape.expert == 1 or not self.layer_class(kind).experts:
             return 0.0, 0.0, 0.0
         slices = shape.tensor if self.mode(kind, shape)[0] == "sequence" else 1
@@ -135,27 +139,27 @@ class LayerExchanges(LayerElements, LayerPasses):
 
     @cached_property
     def exchange(self) -> ExchangeRates | None:
-        """What kernels that send tokens straight to experts reach on the device, where that is known."""
+        """Rates, on this device, of kernels that send tokens straight to experts; None if they are not known."""
         family = family_of(self.device)
         return None if family is None else family.exchange
 
     def exposed_dispatch_s(self, dispatch_s: Values, forward_s: Values) -> Values:
-        """What sending tokens to experts adds where the stack hides a share of it behind the layer's forward."""
+        """Seconds that sending tokens to experts adds, if the stack hides a share of it behind the layer's forward."""
         taken = min(1.0, SENDING_UNITS / self.device.compute_units)
         return unhidden_s(dispatch_s, self.software.expert_overlap, forward_s, taken)
 
     def expert_s(self, kind: Kind, shape: Shape, stride: int | None = None) -> Exchanged:
-        """Exposed seconds of sending a layer's tokens to their experts and bringing them back; stride: as of
+        """Exposed seconds of sending a layer's tokens to their experts and bringing them back. stride: see
         `dispatch_of`."""
         sent_s = self.exposed_dispatch_s(self.dispatch_of(kind, shape, stride)[0], self.compute(kind, shape).forward)
         return Exchanged(2 * sent_s, 2 * sent_s, 2 * sent_s)
 
     def repeats_attention(self, kind: Kind, shape: Shape, recompute: Recompute) -> bool:
-        """Whether a layer's attention is run again, with its exchanges between context ranks."""
+        """Whether a recompute runs a layer's attention again, with its exchanges between context ranks."""
         return repeats_attention(self.mode(kind, shape)[1], recompute)
 
     def repeats_experts(self, kind: Kind, recompute: Recompute) -> bool:
-        """Whether a layer's tokens are sent to their experts again."""
+        """Whether a recompute sends a layer's tokens to their experts again."""
         return any(repeats_bank(bank, recompute) for bank in self.layer_class(kind).experts)
 
     def _exchange_traffic(
@@ -179,8 +183,8 @@ class LayerExchanges(LayerElements, LayerPasses):
     def _data(
         self, shape: Shape, resharded: bool, moved: float, trainable: float, passes_s: tuple[float, float]
     ) -> DataSeconds[float]:
-        """Exposed seconds of gathers and gradient reductions of one layer; traffic.py counts them. passes_s: of the
-        forward and the backward that they hide behind."""
+        """Exposed seconds of gathering one layer's parameters and reducing its gradients; traffic.py counts bytes and
+        calls. passes_s: seconds of the forward and the backward, behind which they hide."""
         rates = self._data_rates(shape)
         return exposed_data_s(
             gather_s(moved, self.gathered_bytes, rates),
@@ -194,22 +198,23 @@ class LayerExchanges(LayerElements, LayerPasses):
 
     @memo_by(lambda _, at: (at.sharded_over, at.shard_stride, at.data_replicate, at.stride("data_replicate")))
     def _data_rates(self, shape: Shape) -> DataRates[float]:
-        """Times of what data ranks exchange."""
+        """Coefficients of the seconds of what data ranks exchange."""
         shard, replicate = self.shard_links(shape), self.axis_links(shape, "data_replicate")
         return DataRates(
             ring_rates("all_gather", shard), ring_rates("reduce_scatter", shard), ring_rates("all_reduce", replicate)
         )
 
     def data_overlap(self, shape: Shape) -> float:
-        """Share of a layer's compute time behind which data communication can hide."""
+        """Share of a layer's compute time that may hide communication of data ranks."""
         other = self.device.replica_overlap
         if other is None or shape.pipeline > 1 or uses_fully_shard(shape, self.training):
             return self.device.overlap
         return other
 
     def whole_gradients_s(self, kind: Kind, shape: Shape) -> float:
-        """Seconds per step of summing gradients of weights that are left whole though they could be cut, where each
-        tensor rank has the share of its slice of the sequence. (Norms and biases are too small to count.)"""
+        """Seconds per step to sum gradients of weights that could be cut but are left whole beside sequence
+        parallelism: each tensor rank has computed them from its slice of the sequence. (Norms and biases are too small
+        to count.)"""
         mode, _, _, chosen = self._mode(kind, shape)
         cuts = self.layer_class(kind).cuts
         if mode != "sequence" or len(chosen) == len(cuts):
@@ -220,12 +225,13 @@ class LayerExchanges(LayerElements, LayerPasses):
         return collective_s("all_reduce", MASTER_BYTES * elements / shape.sharded_over, links)
 
     def tie_bytes(self, elements: float, shape: Shape) -> float:
-        """Bytes of gradients that a stage sums with other stages once per step: fp32, of tied weights that have this
-        many elements there."""
+        """Bytes of the fp32 gradients that a stage sums with other stages once per step. elements: of tied weights on
+        the stage."""
         return 4 * elements / shape.sharded_over
 
     def tie_s(self, elements: float, shape: Shape) -> float:
-        """Seconds of that: between the first stage and the last, which is where embedding and head are."""
+        """Seconds of that sum. It is taken to be between the first and the last stage, which hold embedding and
+        head."""
         if shape.pipeline == 1 or elements == 0.0:
             return 0.0
         links = self.links_of_stages(2, shape.stride("pipeline") * (shape.pipeline - 1))

@@ -1,4 +1,4 @@
-"""What a layer keeps and runs again under each kind of recompute, be it of parts of the layer."""
+"""What a layer keeps and runs again under each kind of recompute, that of parts of the layer included."""
 
 from collections.abc import Collection
 from itertools import combinations
@@ -10,14 +10,14 @@ from .kept import kept
 
 @kept
 def ways_of_parts(layer_class: LayerClass) -> tuple[Recompute, ...]:
-    """The recompute of every choice of a layer's parts, one at least."""
+    """One recompute for every choice of one or more of a layer's parts."""
     names = [part.name for part in layer_class.parts]
     return tuple(recompute_of_parts(some) for n in range(1, len(names) + 1) for some in combinations(names, n))
 
 
 def within(layer_class: LayerClass, recompute: Recompute) -> Recompute:
-    """What a recompute means for a layer of this class: if it names parts, those that the layer has, in the layer's
-    order, and no recompute if it has none of them; else the recompute itself."""
+    """The recompute that layers of this class run, if `recompute` is asked of all layers. If it names parts, those that
+    the layer has, in the layer's order (none, if it has none of them); else `recompute` itself."""
     named = parts_of(recompute)
     if not named:
         return recompute
@@ -25,15 +25,15 @@ def within(layer_class: LayerClass, recompute: Recompute) -> Recompute:
 
 
 def unknown_parts(layer_class: LayerClass, recompute: Recompute) -> tuple[str, ...]:
-    """Parts that a recompute names and that layers of this class have not."""
+    """Parts that a recompute names but layers of this class do not have."""
     return tuple(name for name in parts_of(recompute) if name not in {part.name for part in layer_class.parts})
 
 
 def kept_at(
     layer_class: LayerClass, costs: Costs, recompute: Recompute, batch: float, element_bytes: int, tensor: int
 ) -> float:
-    """Bytes that a layer keeps from forward to backward, without tensors from other layers. costs: of the mode that it
-    runs in; the rest as of Bytes.at."""
+    """Bytes that a layer keeps from forward to backward, without tensors from other layers. costs: those of the mode
+    that the layer runs in; batch, element_bytes, tensor: as for Bytes.at."""
     named = _indices(layer_class, recompute)
     if not named:
         under = {"none": costs.saved, "attention": costs.attention, "selective": costs.selective, "full": costs.full}
@@ -48,8 +48,8 @@ def kept_at(
 def backward_at(
     layer_class: LayerClass, costs: Costs, recompute: Recompute, batch: float, element_bytes: int, tensor: int
 ) -> float:
-    """Bytes beyond `saved` at the peak of a backward that recomputes parts: what they save comes back for one part
-    after the other."""
+    """Bytes beyond `saved` at the peak of a backward that recomputes parts of the layer: what each part saves comes
+    back when the backward reaches it."""
     named = _indices(layer_class, recompute)
     gone = [(max(item.saved_in), item.size) for item in costs.part_bytes if item.saved_in and not item.is_kept(named)]
     return max(
@@ -63,19 +63,19 @@ def backward_at(
 
 
 def given_to_parts(layer_class: LayerClass, costs: Costs, recompute: Recompute) -> list[PartBytes]:
-    """Tensors made in a layer that are kept because recomputed parts are given them."""
+    """Tensors made in a layer that are kept because they are inputs of recomputed parts."""
     named = _indices(layer_class, recompute)
     return [item for item in costs.part_bytes if any(part in named for part in item.given_to)]
 
 
 def keeps_arriving(layer_class: LayerClass, recompute: Recompute) -> bool:
-    """Whether what arrives in a layer is kept for its recompute."""
+    """Whether the tensors that arrive at a layer are kept for its recompute."""
     named = _indices(layer_class, recompute)
     return recompute in ("selective", "full") or any(layer_class.parts[i].reads_arriving for i in named)
 
 
 def repeats_attention(costs: Costs, recompute: Recompute) -> bool:
-    """Whether attention is run again."""
+    """Whether a recompute runs attention again."""
     named = parts_of(recompute)
     if not named:
         return recompute in ("attention", "full")
@@ -83,14 +83,14 @@ def repeats_attention(costs: Costs, recompute: Recompute) -> bool:
 
 
 def repeats_bank(bank: Experts, recompute: Recompute) -> bool:
-    """Whether a bank of experts is given its tokens again."""
+    """Whether a recompute gives a bank of experts its tokens again."""
     named = parts_of(recompute)
     return recompute in ("selective", "full") or any(f"{bank.module}.".startswith(f"{name}.") for name in named)
 
 
 def repeats_collective(repeated: bool, part: str, recompute: Recompute) -> bool:
-    """Whether a collective of the forward is called again. repeated: by recompute of the whole layer; part: the part
-    that repeats it."""
+    """Whether a recompute calls a collective of the forward again. repeated: recompute of the whole layer does; part:
+    name of the part of the layer whose recompute does."""
     named = parts_of(recompute)
     return part in named if named else repeated and recompute in ("selective", "full")
 
@@ -101,7 +101,8 @@ def _places(layer_class: LayerClass) -> dict[str, int]:
 
 
 def _indices(layer_class: LayerClass, recompute: Recompute) -> Collection[int]:
-    """Places of the recomputed parts in the class's list. Raises ValueError where it has no such part."""
+    """Indices, in the class's list, of the parts that are recomputed. Raises ValueError for a part that the class does
+    not have."""
     places, named = _places(layer_class), parts_of(recompute)
     missing = [name for name in named if name not in places]
     if missing:

@@ -1,4 +1,5 @@
-"""Seconds of a layer's passes by themselves: its kernels, the host that issues them, and what a step does once."""
+"""Seconds of one layer's passes: of its kernels, of the host that issues them, and of what a step does once; without
+other ranks."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
@@ -25,18 +26,19 @@ from .priced_layer import Traffic
 Part = Literal["forward", "backward"]
 
 TensorTraffic = tuple[tuple[Part, bool, Traffic], ...]
-"""(part, whether recompute repeats it, collective) of each exchange with tensor ranks."""
+"""For each exchange with tensor ranks: (forward or backward, whether recompute repeats it, collective)."""
 
 MOST_TOGETHER = 100
-"""Sizes of micro-batches for which operators of a layer are priced at once, which costs hardly more than for one."""
+"""Most sizes of micro-batches for which the operators of a layer are priced at once, which costs hardly more than one
+size."""
 
 
 class LayerPasses(JobModel):
-    """Seconds of layers that no other rank has a part in."""
+    """Seconds of layers without what they exchange with other ranks."""
 
     @cached_property
     def _seconds(self) -> dict[tuple[object, ...], dict[float, Seconds]]:
-        """What runs alike -> [samples] -> what is known of it."""
+        """Cache of `compute_of_each`: what layers that run alike have in common -> samples -> their seconds."""
         return {}
 
     def compute(self, kind: Kind, shape: Shape) -> Seconds:
@@ -45,7 +47,8 @@ class LayerPasses(JobModel):
         return self.compute_of_each(kind, shape, [samples])[samples]
 
     def compute_of_each(self, kind: Kind, shape: Shape, samples: Sequence[float]) -> Mapping[float, Seconds]:
-        """[samples of a micro-batch] -> the same, at least for these, whatever the shape's own."""
+        """Samples of a micro-batch -> compute seconds of a layer, for at least those `samples`; the shape's own samples
+        do not matter."""
         mode, costs, tensor, chosen = self._mode(kind, shape)
         spread = shape.expert if self.layer_class(kind).experts else 1
         known = self._seconds.setdefault((kind.layer_class, mode, tensor, spread, chosen), {})
@@ -70,13 +73,14 @@ class LayerPasses(JobModel):
 
     @cached_property
     def _job_samples(self) -> tuple[float, ...]:
-        """What `samples` of the job's shapes may be, if that is not too many to be priced together."""
+        """All values that `samples` has in shapes of this job; empty if they are too many to be priced together."""
         sizes, contexts = divisors(self.training.global_batch), divisors(self.job.num_devices)
         found = {size / context for size in sizes for context in contexts}
         return tuple(found) if len(found) <= MOST_TOGETHER else ()
 
     def tensor_traffic(self, kind: Kind, shape: Shape, recompute: Recompute = "full") -> TensorTraffic:
-        """(part, whether recompute repeats it, collective) of tensor parallelism in one layer for one micro-batch."""
+        """Exchanges of one layer with tensor ranks for one micro-batch: (forward or backward, whether recompute repeats
+        it, collective)."""
         mode, costs, tensor = self.mode(kind, shape)
         batch, sizes = shape.samples, {"all_gather": self.gathered_bytes}
         traffic: list[tuple[Part, bool, Traffic]] = [
@@ -101,7 +105,7 @@ class LayerPasses(JobModel):
         return tuple(traffic)
 
     def hidden_bytes(self, shape: Shape) -> float:
-        """Bytes of the hidden state that is sliced where sequence parallelism begins and gathered where it ends."""
+        """Bytes of the hidden state, which is sliced where sequence parallelism begins and gathered where it ends."""
         sizes = [
             c.whole.inputs.at(shape.samples, self.training.compute_bytes)
             for c in self.profile.classes
@@ -111,19 +115,19 @@ class LayerPasses(JobModel):
 
     @cached_property
     def gathered_bytes(self) -> int:
-        """Bytes of an element of weights, and of what products of tensor ranks read, when they are gathered."""
+        """Bytes of one element of what is gathered: weights by data ranks, inputs of products by tensor ranks."""
         low = self.training.precision == "fp8" and self.software.gathers_low_precision
         return 1 if low else self.training.compute_bytes
 
     def host_s(self, kind: Kind, shape: Shape) -> float:
-        """Seconds that the host adds to a pass through a layer, for its experts too."""
+        """Seconds that the host adds to each pass through a layer, including what its experts need."""
         banks, expert = self.layer_class(kind).experts, shape.expert
         routing_s = sum(self.software.host_routing_s(bank.count / expert, expert) for bank in banks)
         return self.software.host_layer_s + routing_s
 
     def passes_s(self, kind: Kind, shape: Shape) -> tuple[float, float, float]:
-        """(Seconds of a layer's forward, of its backward, how much of both the device waits for the host), of what it
-        computes alone. In eager mode autocast keeps much in fp32, and issuing a pass, with all that is around its
+        """(seconds of a layer's forward, of its backward, how much of both the device waits for the host), without
+        other ranks. In eager mode autocast keeps much in fp32, and issuing a pass, with all that is around its
         operators, may take longer than the device computes."""
         if self.device.dispatch:
             return self._eager_passes_s(kind, shape)
@@ -137,8 +141,8 @@ class LayerPasses(JobModel):
         return passes[0].device_s + ahead_s, passes[1].device_s + back_s, ahead_s + back_s
 
     def again_s(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
-        """Seconds that a recompute of a layer takes: what it computes, and what issuing it takes beyond what the host
-        is ahead in the layer's passes."""
+        """Seconds that a recompute of a layer takes: those of its kernels, and those by which issuing them takes longer
+        than the kernels, less what the host is ahead in the layer's other passes."""
         more = self.compute(kind, shape).again(recompute)
         if more.wait_s == 0.0:
             return more.device_s
@@ -146,7 +150,7 @@ class LayerPasses(JobModel):
         return more.device_s + max(0.0, more.wait_s - ahead_s)
 
     def least_again_s(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
-        """Lower bound of `again_s`, however data is split: with the host as far ahead as it may be, without hooks and
+        """Lower bound on `again_s`, however data is split: the host is as far ahead as it can be, without hooks and
         with all the traffic that autocast may add."""
         found = self.compute(kind, shape)
         more, wider = found.again(recompute), AUTOCAST_TRAFFIC * self.training.is_mixed
@@ -156,9 +160,9 @@ class LayerPasses(JobModel):
 
     @memo_by(lambda self, shape: self.issued_as(shape))
     def _left_in_queue(self, shape: Shape) -> tuple[float, float]:
-        """(share of the seconds which layers by themselves wait for the host that is left on a device with all layers,
-        the same share of the seconds by which the host is ahead). What a stage of a pipeline hides depends on its
-        layers, and is not followed."""
+        """(share of the seconds for which single layers wait for the host that is left on a device that runs all
+        layers, the same share of the seconds by which the host is ahead in single layers). Both are 1 in a pipeline:
+        what a stage hides depends on its layers, and is not followed."""
         if shape.pipeline > 1:
             return 1.0, 1.0
         issued = [self._issued(kind, shape) for kind in self.kinds_of_layers]
@@ -167,7 +171,7 @@ class LayerPasses(JobModel):
         return float(left_in_queue(host_s, device_s, layers)), float(left_in_queue(device_s, host_s, layers))
 
     def issued_as(self, shape: Shape) -> tuple[object, ...]:
-        """What of a shape decides what its layers are issued with."""
+        """The fields of a shape that decide how long the host takes to issue its layers."""
         return (
             *(shape.tensor, shape.sequence, shape.cuts, shape.expert, shape.samples, shape.num_microbatches),
             *(shape.sharded_over > 1, shape.context > 1, shape.pipeline == 1, shape.schedule in ZERO_BUBBLE),
@@ -182,7 +186,7 @@ class LayerPasses(JobModel):
         )
     )
     def _issued(self, kind: Kind, shape: Shape) -> tuple[Issued, Issued]:
-        """The forward and the backward of a layer."""
+        """(forward, backward) of a layer: seconds of the device and of the host, hooks included."""
         found, layer_class, parts = self.compute(kind, shape), self.layer_class(kind), self.tensor_traffic(kind, shape)
         wrapped, each_s = uses_fully_shard(shape, self.training), self.device.dispatch
         autocast = self.training.is_mixed and not self.software.memory.pure and not wrapped
@@ -206,15 +210,15 @@ class LayerPasses(JobModel):
         )
 
     def accumulated_s(self, trainable: float, shape: Shape) -> float:
-        """Seconds per micro-batch of adding new gradients to those of the micro-batches before: fp32, two reads and a
-        write, of shards where they are reduced first."""
+        """Seconds per micro-batch to add new gradients to those of earlier micro-batches: in fp32, two reads and a
+        write, of shards if gradients are reduced first."""
         if not self.adds_gradients(shape.num_microbatches):
             return 0.0
         elements = added_elements(trainable, float(shape.sharded_over), shape.gradient_sync == "every")
         return self.added_s(elements) * added_share(shape.num_microbatches)
 
     def adds_gradients(self, num_microbatches: int) -> bool:
-        """Whether kernels of their own add gradients to those of the micro-batches before."""
+        """Whether separate kernels add gradients to those of earlier micro-batches."""
         return num_microbatches > 1 and not self.software.accumulates_in_matmul
 
     def added_s(self, elements: float) -> float:

@@ -1,4 +1,4 @@
-"""Bytes of model state and of gathered copies, per parameter, as FSDP2 and DDP hold them."""
+"""Bytes of model state and of gathered copies, per parameter element, as FSDP2 and DDP hold them."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,8 @@ from ..plan.training import TrainingSpec
 from .software import load_software
 
 MASTER_BYTES = 4
-"""Parameters and gradients between steps are fp32, sharded (FSDP2 mixed precision; DDP under autocast)."""
+"""Bytes of an element of parameters and of gradients between steps: fp32, sharded (FSDP2's mixed precision; DDP under
+autocast)."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,13 @@ class StateBytes:
 def state_bytes(shape: Shape, training: TrainingSpec) -> StateBytes:
     """Bytes per parameter element under a shape.
 
-    fully_shard (see uses_fully_shard): compute copies of gathered layers; fp32 accumulations where gradients are
-    reduced only after the last of several micro-batches. Without it: autocast's compute copies; gradients in place, to
-    which new ones are added: with DDP always (they are views of its buckets), else from the second micro-batch on.
-    AdamW's foreach step makes one fp32 temporary of the shard. An accumulated gradient shrinks to its shard when it is
-    reduced, layer by layer, so both together are never more than the whole of it. Tied weights of one stage stay
-    gathered with fully_shard's root, even where a pipeline gives everything else back: then the layers count no copy,
-    where there is one.
+    With fully_shard (see uses_fully_shard): compute copies of gathered layers, and fp32 accumulations if gradients are
+    reduced only after the last of several micro-batches. Without it: autocast's compute copies, and gradients in place,
+    to which new ones are added (with DDP always, as they are views of its buckets, else from the second micro-batch
+    on). AdamW's foreach step makes one fp32 temporary of the shard. An accumulated gradient shrinks to its shard when
+    it is reduced, layer by layer, so both together are never more than the whole of it. Tied weights of one stage stay
+    gathered with fully_shard's root, even if a pipeline gives everything else back: then the layers count no copy,
+    although there is one.
     """
     if uses_buffers(shape, training):
         return _in_buffers(shape, training)
@@ -102,18 +103,19 @@ def _in_buffers(shape: Shape, training: TrainingSpec) -> StateBytes:
 
 
 def uses_buffers(shape: Shape, training: TrainingSpec) -> bool:
-    """Whether weights and gradients lie whole in buffers: stacks that do so, where nothing is gathered by layers."""
+    """Whether weights and gradients lie in buffers, whole, all step long: in stacks that have such buffers, unless
+    parameters are gathered layer by layer or gradients are reduced after every micro-batch."""
     if not training.is_mixed or shape.reshard or shape.gradient_sync == "every":
         return False
     return load_software(training.software).memory.buffers
 
 
 def uses_fully_shard(shape: Shape, training: TrainingSpec) -> bool:
-    """Whether the executor wraps layers in FSDP2; else plain DDP, or nothing on one data rank.
+    """Whether the executor wraps layers in FSDP2; if not it uses plain DDP, or nothing on one data rank.
 
-    Where nothing is sharded it still casts, so that layers of a tensor-parallel model and what crosses the cuts of a
-    pipeline are bf16 (autocast keeps much of it in fp32); and it averages gradients of tensor-parallel replicas, and of
-    experts that ranks share.
+    FSDP2 is also used where nothing is sharded. It casts, so that layers of a tensor-parallel model and what crosses
+    the cuts of a pipeline are bf16 (autocast keeps much of it in fp32); and it averages gradients of tensor-parallel
+    replicas, and of experts that ranks share.
     """
     if shape.sharded_over > 1 or (training.is_mixed and shape.pipeline > 1):
         return True

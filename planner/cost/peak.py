@@ -1,4 +1,5 @@
-"""Memory of one stage as a running maximum: what is there while each of its layers is at work."""
+"""Memory of one stage as a running maximum over the turns of its layers: what is there while each of them is at
+work."""
 
 import math
 from collections.abc import Sequence
@@ -15,14 +16,15 @@ from .priced_layer import LayerCost
 
 @dataclass(frozen=True)
 class Moment:
-    """One pass backward over a stage, and what it finds there. While a layer has its turn, it and those before it hold
-    `before`, and those after it in the chain, whose turn is over, `after`.
+    """One backward pass over a stage, with what is there meanwhile. While a layer has its turn, it and the layers
+    before it still hold what `before` gives, and the layers after it, whose turn is over, what `after` gives.
 
-    flights: micro-batches whose activations are there when it begins, of which put_off wait for their weights. kind:
-    the whole backward, or that for inputs, after which one more waits and nothing is gone, or that for weights.
-    before_shards, after_shards: bytes of gradients per trainable element; before_whole, after_whole: whether
-    accumulated ones are there beyond these. copies_stay: layers keep gathered copies after their turn. reduces:
-    gradients are reduced. sends: gradients of the micro-batch before are on their way to the stage before.
+    flights: micro-batches whose activations are there when the pass begins; put_off: how many of them wait for their
+    backward for weights. kind: a whole backward; or that for inputs, which frees nothing and leaves one more
+    micro-batch waiting; or that for weights. before_shards, after_shards: bytes of gradients per trainable element;
+    before_whole, after_whole: whether accumulated gradients are there beyond these. copies_stay: layers keep gathered
+    copies after their turn. reduces: gradients are reduced in this pass. sends: gradients of the micro-batch before are
+    still on their way to the stage before.
     """
 
     flights: int
@@ -47,15 +49,15 @@ class Moment:
         return (self.flights - 1) * cost.kept_bytes + max(0, self.put_off - 1) * cost.put_off_bytes
 
     def before(self, cost: LayerCost) -> float:
-        """Bytes of a layer until its turn is over."""
+        """Bytes that a layer holds until its turn is over."""
         return self.kept_before(cost) + cost.held_bytes + self.gradients_before(cost)
 
     def after(self, cost: LayerCost) -> float:
-        """Bytes of a layer after its turn."""
+        """Bytes that a layer holds after its turn."""
         return self.kept_after(cost) + self.copies_after(cost) + self.gradients_after(cost)
 
     def copies_after(self, cost: LayerCost) -> float:
-        """Bytes of copies of parameters that a layer holds after its turn."""
+        """Bytes of gathered copies of parameters that a layer holds after its turn."""
         return cost.held_bytes - (0.0 if self.copies_stay else cost.released_bytes)
 
     def gradients_before(self, cost: LayerCost) -> float:
@@ -74,23 +76,22 @@ class Moment:
         return cost.reducing_bytes(following) if self.reduces else cost.transient_bytes
 
     def shared_gradients(self, state: StateBytes) -> float:
-        """Bytes of gradients per element that two layers of a stage count both."""
+        """Bytes of gradients per element that are counted twice if two layers of a stage share the element."""
         whole = state.accumulated if self.before_whole and self.after_whole else 0.0
         return min(self.before_shards, self.after_shards) + whole
 
     def shared(self, state: StateBytes) -> float:
-        """Bytes per element, of all kinds, that two layers of a stage count both."""
+        """Bytes per element, of all kinds, that are counted twice if two layers of a stage share the element."""
         return state.sharded_parameters + state.optimizer + state.copied_twice + self.shared_gradients(state)
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """What stages hold of tensors from the stages before them, beyond what their layers keep and what they send; bytes
-    by stage.
+    """[stage] -> bytes of tensors from earlier stages that it holds, beyond what its layers keep and what it sends.
 
-    inputs: of every micro-batch in flight, as they came, if the first layer is not recomputed. passed: gradients of
-    what is handed on to the next stage, throughout the backward. gradients: what the backward sends; with 1F1B that is
-    there until the next one's has been made.
+    inputs: what arrived for one micro-batch in flight and stays as it came, if the first layer is not recomputed.
+    passed: gradients of what the stage hands on to the next one; they are there throughout the backward. gradients:
+    what the backward sends; under 1F1B it is there until that of the next micro-batch has been made.
     """
 
     inputs: Floats
@@ -98,20 +99,21 @@ class Arrivals:
     gradients: Floats
 
     def held(self, flights: int, sends: bool, arrived: Floats | float) -> Floats:
-        """[stage] -> bytes. arrived: what the first layer keeps of inputs because it is recomputed."""
+        """[stage] -> bytes in all. arrived: bytes of inputs that the first layer keeps itself, because it is
+        recomputed."""
         held: Floats = flights * np.maximum(0.0, self.inputs - arrived) + self.passed
         return held + self.gradients if sends else held
 
     def at(self, stage: int) -> "Arrivals":
-        """Those of one stage."""
+        """What one stage holds."""
         here = slice(stage, stage + 1)
         return Arrivals(self.inputs[here], self.passed[here], self.gradients[here])
 
 
 def moments_of(shape: Shape, state: StateBytes, in_flight: InFlight) -> tuple[Moment, ...]:
-    """The passes of a step that may hold most: one in the middle (all gradients are there), the last (they are reduced,
-    one micro-batch is left), and, where it alone finds the pipeline full, the first. A backward that is split is two
-    passes: at the end of the first one nothing is gone yet."""
+    """Those backward passes of a step that may hold most: one in the middle (all gradients are there), the last
+    (gradients are reduced, one micro-batch is left), and the first, if it alone finds the pipeline full. If the
+    backward is split each is two passes, and the one for inputs frees nothing."""
     whole = _whole_passes(shape, state, in_flight.held)
     if not in_flight.splits or state.buffers:  # stacks with buffers have schedules of their own
         return whole
@@ -119,7 +121,7 @@ def moments_of(shape: Shape, state: StateBytes, in_flight: InFlight) -> tuple[Mo
 
 
 def _parts(moment: Moment, put_off: int) -> tuple[Moment, Moment]:
-    """A pass for inputs, and one for weights."""
+    """(the pass for inputs, the pass for weights) of a whole backward."""
     put_off = min(put_off, moment.flights - 1)
     inputs = replace(
         moment,
@@ -152,9 +154,9 @@ def _whole_passes(shape: Shape, state: StateBytes, in_flight: int) -> tuple[Mome
 
 
 def highest(moment: Moment, layers: Sequence[tuple[LayerCost, int]]) -> tuple[int, int]:
-    """(index, turn): layers hold most in a pass when it is the turn of the `turn`-th of the equal layers at this index
-    of `layers`. Of neighbours that are equal it is the first, the last, or the one before that, which has one of its
-    own kind after it."""
+    """(index, turn) of the moment in a pass when layers hold most: during the turn of the `turn`-th of the equal layers
+    at this index of `layers`. Among equal neighbours that is the first, the last, or the last but one, which still has
+    an equal layer after it."""
     there, best = 0.0, (-math.inf, 0, 0)
     for index, (cost, n) in enumerate(layers):
         more = moment.before(cost) - moment.after(cost)
@@ -173,11 +175,11 @@ def following_layer(layers: Sequence[tuple[LayerCost, int]], index: int, turn: i
 
 
 def running(before: Floats, after: Floats, transient: Floats, at_end: Floats, counts: Floats) -> tuple[Floats, Floats]:
-    """([composition][run] -> bytes before the run's first turn, the most while one of its layers is at work; that is
-    -inf where it has none).
+    """([composition][run] -> bytes before the run's first turn, [composition][run] -> largest number of bytes during a
+    turn of one of its layers, -inf if it has none there).
 
-    before, after, transient: [run]. at_end: [composition][run], transient of the run's last layer. counts:
-    [composition][run].
+    before, after, transient: [run] -> bytes of one layer. at_end: [composition][run] -> transient of the run's last
+    layer. counts: [composition][run] -> number of layers.
     """
     more = before - after
     rise = counts * more

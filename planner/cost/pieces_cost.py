@@ -16,10 +16,11 @@ from .kernels import family_of
 
 @dataclass(frozen=True)
 class Beside:
-    """Seconds of the products that each exchange of a layer runs beside, cut by cut, and what pieces add to these.
+    """Seconds of the products that a layer's exchanges run beside, one entry for each cut, and seconds that pieces add.
 
-    gathers, sums: of the forward, of products that read what is gathered and of those that make what is summed.
-    gradient_gathers, gradient_sums: of the backward, likewise.
+    gathers, sums: in the forward, of products that read what is gathered, and of products that make what is summed.
+    gradient_gathers, gradient_sums: the same in the backward. forward_s, backward_s: what running the products in
+    pieces adds.
     """
 
     gathers: tuple[float, ...] = ()
@@ -31,7 +32,7 @@ class Beside:
 
 
 ALONE = Beside()
-"""Nothing is cut."""
+"""For layers whose products are not cut into pieces."""
 
 
 def beside(
@@ -43,12 +44,13 @@ def beside(
     samples: float,
     tensor: int,
 ) -> Beside:
-    """The products beside a layer's exchanges, on a device whose kernels are priced by shape; `ALONE` on others.
+    """Products beside a layer's exchanges, for devices whose kernels are priced by shape; `ALONE` for others.
 
-    A gathered input arrives slice by slice, one from each rank, and a sum leaves so. Transformer Engine cuts the
-    forward of columns and rows, and of the gradients those of what rows read, into such slices. Each is a launch of its
-    own; several streams run them, so that waves fill up and operands move behind other slices. What is summed in the
-    backward runs beside the product that makes gradients of the columns' weights, which does not wait for it.
+    A gathered input arrives slice by slice, one from each rank, and a sum leaves in slices. Transformer Engine cuts
+    some products into such slices: the forward of columns and rows, and the gradients of what rows read. Each slice is
+    a launch of its own. Several streams run them, so waves fill up, and the operands of one slice move while others
+    compute. The sum in the backward runs beside the product that makes gradients of the columns' weights, which does
+    not wait for it.
     """
     family = family_of(device)
     dtype = precision if precision in LOW_PRECISIONS else "bf16"

@@ -1,4 +1,4 @@
-"""Corrects a device's constants by measured steps: a handful of runs of one's own machine say more than any preset."""
+"""Corrects a device's constants by measured steps: a few runs on one's own machine tell more than any preset."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,15 +17,16 @@ from .estimate import check_model_of, priced_by
 from .layer_cost import CostModel
 
 NOISE = 0.05
-"""Standard deviation of the logarithm of a measured step time around a right model. Repeats of published runs differ by
-1 to 6% (benchmarks/published/data/README.md)."""
+"""Standard deviation of log(measured / predicted) of a step time if the model were right. Repeats of published runs
+differ by 1 to 6% (benchmarks/published/data/README.md)."""
 
 EXCHANGE_NOISE = 0.1
-"""The same of a collective that is timed alone, around what such ones take within steps. Assumption: about what gloo's
-differ by between groups and sizes."""
+"""The same for a collective that is timed alone, relative to what it takes within steps. Assumption: about as much as
+gloo's collectives differ between groups and sizes."""
 
 HUBER = 2.0
-"""Residual, in units of the noise, from which a run pulls no harder: one slow run must not bend the rest."""
+"""Residual, in units of the noise, from which a run's pull no longer grows, so that one slow run does not spoil the
+fit."""
 
 ROUNDS = 8
 STEP = 0.05
@@ -33,15 +34,15 @@ STEP = 0.05
 because small changes of some show nothing: a launch counts only where it is longer than its kernel."""
 
 COMPUTE = ("matmul", "attention", "memory traffic", "optimizer", "launch")
-"""Constants of what a device computes, of which a rank without its peers speaks, too."""
+"""Constants of a device's compute, which a rank that runs without its peers can tell, too."""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "p2p")
 
 
 @dataclass(frozen=True)
 class Knob:
-    """A constant that may be off by a factor. spread: standard deviation of its logarithm before any run is seen.
-    fields: what changes in the device, as its sources name it."""
+    """A constant of a device that may be off by a factor. spread: standard deviation of the factor's logarithm before
+    any run is seen. fields: the device's fields that change, as its sources name them."""
 
     name: str
     fields: tuple[str, ...]
@@ -51,9 +52,9 @@ class Knob:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A plan that was run, and the seconds of one of its steps. position: the pipeline coordinate of the one rank that
-    ran, without its peers, so that its kernels are all that took time; None: the whole job ran. compute_s: [pipeline
-    coordinate] seconds of the step in which its slowest rank did not wait for others; () where that is not known."""
+    """A plan that was run, and the seconds of one of its steps. position: pipeline coordinate of the rank, if one rank
+    ran without its peers, so that its time is that of its kernels; None if the whole job ran. compute_s: [pipeline
+    coordinate] -> seconds of the step in which the slowest rank there did not wait for others; () if not known."""
 
     label: str
     plan: Plan
@@ -65,8 +66,8 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class MeasuredCollective:
-    """A collective over all ranks of a plan's cluster that was timed alone. full_bytes: gathered or reduced; seconds:
-    of the slowest rank; NaN: it is going to be timed."""
+    """A collective over all ranks of a plan's cluster that was timed alone. full_bytes: of the gathered or reduced
+    tensor. seconds: of the slowest rank; NaN if it is still to be timed."""
 
     kind: CollectiveKind
     full_bytes: float
@@ -77,8 +78,8 @@ class MeasuredCollective:
 
 @dataclass(frozen=True)
 class Refit:
-    """The corrected device, the factor on each constant that the runs speak of, and log(predicted / measured) of every
-    run before and after."""
+    """The corrected device; the factor on each constant that the runs tell something about; and log(predicted /
+    measured) of every run, before and after."""
 
     device: Device
     runs: tuple[MeasuredStep, ...]
@@ -94,16 +95,16 @@ def refit(
     noise: float = NOISE,
     exchanged: Sequence[MeasuredCollective] = (),
 ) -> Refit:
-    """`device` with its constants moved to where the runs are predicted best, and no further than runs and priors bear.
-    names: of the KNOBS that may move, None for all; what is known exactly had better stay. noise: of a measured step
-    around a right model, for runs that were measured better than those of others. exchanged: collectives that ranks of
-    these runs were timed in, which tell kinds apart that all runs use in one proportion.
+    """`device` with its constants moved towards the best prediction of the runs, as far as runs and priors support.
+    names: which KNOBS may move, None for all; what is known exactly should stay. noise: standard deviation of the
+    logarithm of a measured step around a right model; less for runs that were measured well. exchanged: collectives
+    timed alone on ranks of these runs; they tell apart kinds that all runs use in one proportion.
 
-    Minimises sum rho((log predicted - log measured) / noise) + sum (log factor / spread)^2 by Gauss-Newton, rho being
-    Huber's, over steps, what ranks computed of them, and collectives. Slopes are taken from above and below in turn: a
-    share that is told to be 1 cannot grow, and shows from below only. All plans must be for clusters of this device, or
-    of hosts of several kinds, each of which is moved by the same factors. Raises ValueError without runs, and for plans
-    of another model than their profile's.
+    Minimises sum rho((log predicted - log measured) / noise) + sum (log factor / spread)^2 by Gauss-Newton, where rho
+    is Huber's, over steps, what ranks computed of them, and collectives. Slopes are taken from above and below in turn:
+    a share that is 1 already cannot grow, so only the slope from below shows what it does. All plans must be for
+    clusters of this device, or of hosts of several kinds, each of which is moved by the same factors. Raises ValueError
+    without runs, and for plans of another model than their profile's.
     """
     if not runs:
         raise ValueError("there is no measured step to fit to; give at least one run")
@@ -188,7 +189,7 @@ def most_open(
 
 
 def turned(device: Device, factors: Mapping[str, float]) -> Device:
-    """The device with each named constant times its factor; shares stay at most 1."""
+    """The device with each named constant multiplied by its factor; shares stay at most 1."""
     for knob in KNOBS:
         if knob.name in factors:
             device = knob.turn(device, factors[knob.name])
@@ -196,7 +197,8 @@ def turned(device: Device, factors: Mapping[str, float]) -> Device:
 
 
 def slower(device: Device, ratio: float, source: str) -> Device:
-    """A device that takes `ratio` times as long for everything that it computes. source: who says so."""
+    """A device that takes `ratio` times as long for all that it computes. source: where the ratio comes from, for its
+    sources."""
     told = f"{ratio:.2f} times slower, {source}"
     sources = dict(device.sources)
     for knob in KNOBS:
@@ -208,19 +210,20 @@ def slower(device: Device, ratio: float, source: str) -> Device:
 
 
 def on_device(plan: Plan, device: Device) -> Plan:
-    """The plan on the same hosts with another device in them, links included."""
+    """The plan on the same hosts, with this device and its links in them."""
     return plan.model_copy(update={"cluster": hosts_with(plan.cluster, device)})
 
 
 def hosts_with(cluster: ClusterSpec, device: Device) -> ClusterSpec:
-    """The same hosts with another device in them, links included."""
+    """The same hosts, with this device and its links in them."""
     changes = {"device": device, "link": device.link, "network": None}
     hosts = tuple(group.model_copy(update=changes) for group in cluster.hosts)
     return cluster.model_copy(update={"hosts": hosts, "network": device.network})
 
 
 def turned_hosts(cluster: ClusterSpec, factors: Mapping[str, float]) -> ClusterSpec:
-    """The same hosts, of however many kinds, each device and link with the named constants times their factors."""
+    """The same hosts, of one or several kinds, with the named constants of each device and link multiplied by their
+    factors."""
     hosts = []
     for group in cluster.hosts:
         linked = group.device.model_copy(update={"link": group.link, "network": group.network or cluster.network})
@@ -246,13 +249,14 @@ def _predicted(
 
 
 def _collective_s(plan: Plan, each: MeasuredCollective) -> float:
-    """What a collective over all ranks is predicted to take by another plan's constants."""
+    """Predicted seconds of a collective over all ranks, on the cluster of `plan`."""
     links = CostModel(each.profile, plan.cluster, plan.training).links(plan.cluster.num_devices, 1)
     return collective_s(each.kind, each.full_bytes, links)
 
 
 def _seconds(plan: Plan, run: MeasuredStep) -> tuple[float, ...]:
-    """What a run is predicted to take by another plan's constants: its step, then what is known of its compute."""
+    """Predicted seconds of a run on the cluster of `plan`: of its step, followed by those of each rank's compute if the
+    run measured them. Of a run of one rank without peers only the seconds of its kernels."""
     model = CostModel(run.profile, plan.cluster, plan.training)
     found = priced_by(model, plan)
     if run.position is not None:
@@ -261,7 +265,8 @@ def _seconds(plan: Plan, run: MeasuredStep) -> tuple[float, ...]:
 
 
 def _moved(plan: Plan, device: Device, factors: Mapping[str, float]) -> Plan:
-    """The plan with the moved device in its hosts; where these are of several kinds, each moved by the factors."""
+    """The plan with the moved device in its hosts; if hosts are of several kinds, with each kind moved by the
+    factors."""
     if len(plan.cluster.kinds) == 1:
         return on_device(plan, device)
     return plan.model_copy(update={"cluster": turned_hosts(plan.cluster, factors)})
@@ -274,7 +279,8 @@ def _loss(residuals: Floats, point: Floats, spreads: Floats, noise: Floats) -> f
 
 
 def _move(residuals: Floats, slopes: Floats, point: Floats, spreads: Floats, noise: Floats) -> Floats:
-    """The move of least loss under the linearised model, by reweighted least squares."""
+    """The move of the point that gives the least loss under the linearised model, by reweighted least squares; at most
+    0.7 for each constant."""
     move: Floats = np.zeros(len(point))
     for _ in range(30):
         left = np.abs(residuals + slopes @ move) / noise
@@ -295,7 +301,8 @@ def _best_on_the_way(
     here: Floats,
     noise: Floats,
 ) -> tuple[Floats, Floats]:
-    """(predictions, point) of the first of the whole move, half of it, ... that lessens the loss; else no move."""
+    """(predictions, point) after the whole move, half of it, a quarter, ...: the first that lessens the loss; without a
+    move if none does."""
     loss = _loss(here - measured, point, spreads, noise)
     for share in (1.0, 0.5, 0.25, 0.125):
         there = predicted(point + share * move)

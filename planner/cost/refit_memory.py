@@ -1,4 +1,4 @@
-"""Corrects what a device holds beside tensors by the measured memory of real processes."""
+"""Corrects what a device holds beside tensors by the measured memory of processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,27 +15,28 @@ from .estimate import StageMemory, estimate
 from .refit import HUBER, hosts_with
 
 NOISE = 0.02
-"""Standard deviation of the peak of a process over a right model: ranks that do the same differed by 0 to 2% (DDP,
+"""Standard deviation of a process's peak relative to a right model: ranks that do the same differed by 0 to 2% (DDP,
 FSDP and TP on two CPU ranks)."""
 
 CONTEXT_SPREAD = 0.5
-"""Standard deviation of what is outside of the allocator, over the preset's, before anything was seen: libraries
+"""Standard deviation of the bytes outside the allocator, over the preset's, before any process is seen: libraries
 differ."""
 
 FRAGMENTATION_SPREAD = 0.05
-"""The same of what an allocator holds too much, over what it handed out: 3 to 10% were seen (published runs)."""
+"""Standard deviation of what an allocator holds beyond what it has handed out, as a share of that, before any process
+is seen; 3 to 10% in published runs."""
 
 GROUPS_SPREAD = 0.25 * GIB
-"""The same of the buffers of an axis, in bytes: NCCL's communicators take up to 0.7 GiB each (nccl issue 964), FSDP2
-over gloo took 0.3 GiB beside what is predicted (17 million parameters, two CPU ranks)."""
+"""Standard deviation of the bytes of an axis's buffers, before any process is seen: NCCL's communicators take up to 0.7
+GiB each (nccl issue 964); FSDP2 over gloo took 0.3 GiB more than predicted (17 million parameters, two CPU ranks)."""
 
 _ROUNDS = 20
 
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """The peak of a rank's process that ran a plan. position: its pipeline coordinate. resident: of the whole process;
-    reserved: what torch's allocator held on the GPU. bytes: measured."""
+    """Measured peak, in bytes, of the process of a rank that ran a plan. position: its pipeline coordinate. kind:
+    "resident", the whole process; or "reserved", what torch's allocator held on the GPU."""
 
     label: str
     plan: Plan
@@ -47,8 +48,8 @@ class MeasuredMemory:
 
 @dataclass(frozen=True)
 class MemoryRefit:
-    """Bytes outside of the allocator, what it holds too much, what each axis in use adds; and bytes predicted of every
-    observation before and after."""
+    """Fitted constants: bytes outside the allocator, share that the allocator holds beyond what it has handed out,
+    bytes of each axis in use. before, after: predicted bytes of every observation."""
 
     context: float
     fragmentation: float
@@ -75,14 +76,14 @@ class MemoryRefit:
 
 
 def refit_memory(device: Device, seen: Sequence[MeasuredMemory]) -> MemoryRefit:
-    """Constants of the device's memory moved to where observations are predicted best, no further than they and priors
-    bear. What is handed out by the allocator is counted, and stays.
+    """Constants of the device's memory, moved towards the best prediction of the observations as far as these and
+    priors support. What the allocator hands out is computed, and not fitted.
 
         resident = context + allocated (1 + fragmentation) + sum of the axes in use
         reserved =           allocated (1 + fragmentation)
 
     Minimises sum rho((predicted - measured) / (noise measured)) + sum ((constant - preset) / spread)^2 over constants
-    of at least 0, rho being Huber's. Raises ValueError where nothing was measured.
+    of at least 0, where rho is Huber's. Raises ValueError without observations.
     """
     if not seen:
         raise ValueError("there is no measured memory to fit to; give at least one process")
@@ -113,14 +114,16 @@ def _in_use(each: MeasuredMemory) -> set[Axis]:
 
 
 def _row(each: MeasuredMemory, memory: StageMemory, axes: Sequence[Axis]) -> list[float]:
-    """Factors of context, fragmentation and axes in what is predicted beyond what is allocated."""
+    """Coefficients of context, fragmentation and axes in what an observation is predicted to have beyond allocated
+    bytes."""
     used = _in_use(each)
     is_resident = float(each.kind == "resident")
     return [is_resident, memory.allocated_bytes, *(float(axis in used) for axis in axes)]
 
 
 def _least(rows: Floats, wanted: Floats, noise: Floats, prior: Floats, spread: Floats) -> Floats:
-    """The constants of least loss, by reweighted least squares; those that would be below 0 are held at 0."""
+    """The constants with the least loss, by reweighted least squares; constants that would be negative are held at
+    0."""
     point, free = prior.copy(), np.ones(len(prior), dtype=bool)
     for _ in range(_ROUNDS):
         off = np.abs(rows @ point - wanted) / noise

@@ -1,17 +1,18 @@
-"""Along which dim fully_shard divides a parameter, the padding that comes with it, and the rows that a rank keeps."""
+"""Along which dim fully_shard divides a parameter, the padding that this needs, and the rows that each rank keeps."""
 
 import math
 
 MOST_PADDING = 0.1
-"""Share of a parameter that may be padding before it is divided along another dim. Along dim 0 torch pads to a multiple
-of the degree, along other dims it divides evenly only, and copies what it gathers and reduces once more."""
+"""Share of a parameter that may be padding; beyond it the parameter is divided along another dim. Along dim 0 torch
+pads to a multiple of the degree. Along other dims it can only divide evenly, and copies what it gathers and reduces
+once more."""
 
 
 def shard_dim(shape: tuple[int, ...], degree: int) -> int:
-    """The dim that a parameter of this shape (on one tensor rank) is divided along on `degree` ranks.
+    """The dim along which a parameter of this shape (on one tensor rank) is divided over `degree` ranks.
 
-    It is dim 0 unless padding that would cost more than MOST_PADDING and another dim divides evenly: 8 experts or one
-    class token on 64 ranks would otherwise be held, gathered and reduced as if they were 64.
+    It is dim 0, unless that needs more padding than MOST_PADDING and another dim divides evenly. Otherwise 8 experts or
+    one class token on 64 ranks would be held, gathered and reduced as if they were 64.
     """
     if not shape or _padded(shape[0], degree) <= (1 + MOST_PADDING) * shape[0]:
         return 0
@@ -19,8 +20,8 @@ def shard_dim(shape: tuple[int, ...], degree: int) -> int:
 
 
 def padded_elements(shape: tuple[int, ...], degree: int) -> int:
-    """Elements of a parameter once it is padded for `degree` ranks, each of which holds 1/degree of them. One without
-    dims is sharded as a tensor of one."""
+    """Elements of a parameter, with the padding that lets `degree` ranks hold equal shards. A parameter without dims is
+    sharded like a tensor of one element."""
     if degree == 1:
         return math.prod(shape)
     shape = shape or (1,)
@@ -33,10 +34,10 @@ def _padded(size: int, degree: int) -> int:
 
 
 def kept_rows(shape: tuple[int, ...], num_shards: int, rank: int) -> range:
-    """The rows of a parameter that fully_shard leaves on one rank: those that torch.chunk gives it, on the last ranks
-    fewer or none; all rows where another dim is divided.
+    """The rows of a parameter that fully_shard leaves on one rank: those that torch.chunk gives it, fewer or none on
+    the last ranks; all rows if another dim is divided.
 
-    shape: of what one tensor rank holds.
+    shape: that of the parameter on one tensor rank.
     """
     if shard_dim(shape, num_shards) != 0:
         return range(shape[0])

@@ -1,15 +1,15 @@
-"""The time of a schedule's table by event simulation, and the passes on its critical path.
+"""The time that a schedule's table takes, by event simulation, and the passes on its critical path.
 
-A table fixes which pass waits for which, so a step is the longest path through them: a maximum of sums of durations.
-Each path alone is a lower bound of every step with the same schedule, whatever its stages hold, which is what the
-search proves its plans with.
+A table fixes which pass waits for which, so a step is the longest path through the table: a maximum of sums of
+durations. Each single path is a lower bound on every step with the same schedule, whatever its stages hold. The search
+proves its plans by such paths.
 
-Tables of very many micro-batches are cut in their steady state, and the micro-batches between are left out. A path that
-crosses the cut on some rank crosses it in the whole table as well, where that rank has all its passes of what was left
-out to do; so the step of the shorter table, with that time added on each rank, is the length of a path of the whole
-table, and never more than its step. Of 1F1B, GPipe and zero-bubble tables it was the step itself in every one of
-25,000 random tables (tests/test_simulate.py has some); those in rounds, in which ranks can set the pace together,
-are played whole as long as MOST_PASSES allows.
+Tables of very many micro-batches are cut in their steady state, and micro-batches are left out there. A path that
+crosses the cut on some rank also crosses it in the whole table, where that rank has all its passes of the omitted
+micro-batches to do. So the step of the shorter table, with the time of these passes added on each rank, is the length
+of a path of the whole table, and never more than its step. For 1F1B, GPipe and zero-bubble tables it was exactly the
+step in each of 25,000 random tables (tests/test_simulate.py has some). Tables in rounds, in which ranks can set the
+pace together, are played whole as long as MOST_PASSES allows.
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ from .elementwise import Values, most
 Numbers = float | Floats
 
 STEADY = 4
-"""Micro-batches per rank, or rounds of an interleaved table, that are played of longer ones: it takes up to two to fill
-the pipeline and two to empty it."""
+"""Micro-batches per rank, or rounds of an interleaved table, that are played of a longer table; filling the pipeline
+takes up to two, and so does emptying it."""
 
 MOST_PASSES = 40_000
-"""Passes of micro-batches through stages up to which a table in rounds is played whole."""
+"""Largest number of passes (of micro-batches through stages) with which a table in rounds is played whole."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """An action with its time. rank: along the pipeline."""
+    """An action with its start and its end. rank: along the pipeline."""
 
     rank: int
     action: Action
@@ -50,10 +50,10 @@ def simulate(
     weight_s: Sequence[float],
     num_ranks: int,
 ) -> list[Event]:
-    """Start and end of every action; an action starts when its rank is free and its input has arrived.
+    """Start and end of every action. An action starts when its rank is free and its input has arrived.
 
-    forward_s, backward_s, weight_s: per stage (of which each rank has one or more), waiting for transfers included;
-    weight_s is the part of backward_s that zero-bubble schedules put off.
+    forward_s, backward_s, weight_s: [stage], waiting for transfers included. A rank has one or more stages. weight_s is
+    the part of backward_s that zero-bubble schedules put off.
     """
     steps, actions = _order(schedule, num_ranks, num_microbatches, len(forward_s) // num_ranks)
     seconds = _durations(schedule, forward_s, backward_s, weight_s)
@@ -68,15 +68,16 @@ def simulate(
 
 
 TableStep = tuple[int, int, int]
-"""(rank, index of its duration, what it waits for: number of a step from 1, or 0 for nothing)."""
+"""(rank, index of its duration, number of the step that it waits for: from 1 on, 0 for none)."""
 
 
 @lru_cache(maxsize=256)
 def _order(
     schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int
 ) -> tuple[tuple[TableStep, ...], tuple[Action, ...]]:
-    """Every action of a table, each after the one that it waits for: a forward for that of the stage before, a
-    backward for that of the stage after, weights for their backward. Durations count by kind, then by stage."""
+    """All actions of a table, each after the one that it waits for: a forward waits for that of the stage before, a
+    backward for that of the stage after, and a backward for weights for that for inputs. Indices of durations run
+    through the stages for each kind of pass in turn."""
     order = table(schedule, num_ranks, num_microbatches, virtual)
     num_stages, last = num_ranks * virtual, num_ranks * virtual - 1
     stages = [[stage_of(schedule, rank, chunk, num_ranks) for chunk in range(virtual)] for rank in range(num_ranks)]
@@ -114,10 +115,11 @@ def _order(
 
 @dataclass(frozen=True)
 class _ShortenedTable:
-    """A table's steps, or those of a shorter one on both sides of a cut through its steady state.
+    """All steps of a table, or the steps before and after a cut through its steady state.
 
-    before, after: steps, numbered through. left_out: micro-batches between them. read: [rank] -> numbers of its steps
-    before the cut that some step after it waits for. own: [rank] -> durations of one micro-batch.
+    before, after: steps, numbered consecutively. left_out: number of micro-batches between them. read: [rank] ->
+    numbers of its steps before the cut for which some step after it waits. own: [rank] -> indices of the durations of
+    its passes of one micro-batch.
     """
 
     before: tuple[TableStep, ...]
@@ -129,7 +131,7 @@ class _ShortenedTable:
 
 @lru_cache(maxsize=256)
 def _cut(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int, longest: int) -> _ShortenedTable:
-    """The steps of a table; of one with more than about `longest` micro-batches, cut."""
+    """The steps of a table, which is cut if it has more than about `longest` micro-batches."""
     num_stages = num_ranks * virtual
     stages = [[stage_of(schedule, rank, chunk, num_ranks) for chunk in range(virtual)] for rank in range(num_ranks)]
     kinds = 3 if schedule in ZERO_BUBBLE else 2
@@ -167,7 +169,7 @@ def _is_in_rounds(schedule: Schedule, virtual: int) -> bool:
 
 
 def _common(one: Sequence[Action], other: Sequence[Action]) -> int:
-    """Actions that both begin with."""
+    """Number of actions that both begin with."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
 
 
@@ -183,8 +185,8 @@ def _durations(
 def _play(
     steps: Sequence[TableStep], seconds: Sequence[Values], free: list[Values], ends: list[Values], done: int
 ) -> None:
-    """Play steps, of which `done` others come first. free: [rank] -> when it has done all so far; ends: [step] -> when
-    it ends, after a 0.0 for what waits for nothing. Both are brought up to date."""
+    """Compute when each step ends. done: number of steps that were played before. free: [rank] -> when its last step so
+    far ends; ends: [step number] -> when it ends, 0.0 at index 0. Both are updated."""
     if isinstance(seconds[0], np.ndarray):
         for number, (rank, what, waits_for) in enumerate(steps, done + 1):
             free[rank] = ends[number] = most(free[rank], ends[waits_for]) + seconds[what]
@@ -202,9 +204,9 @@ def simulated_step_s(
     num_microbatches: int,
     weight_s: Sequence[Values] | None = None,
 ) -> Values:
-    """Seconds of one step, or of many at once: each rank ends its step `once_s` after its last pass.
+    """Seconds of one step, or of many steps at once (tables). Each rank ends its step `once_s` after its last pass.
 
-    forward_s, backward_s, weight_s: per stage; once_s: per rank.
+    forward_s, backward_s, weight_s: [stage]; once_s: [rank].
     """
     num_ranks, num_stages = len(once_s), len(forward_s)
     longest, virtual = STEADY * num_ranks, num_stages // num_ranks
@@ -230,17 +232,19 @@ def simulated_step_s(
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """A path through a schedule's table: no step is shorter than its passes one after another, whatever they take.
+    """A path through a schedule's table. No step is shorter than the passes on it, one after the other, whatever these
+    take.
 
-    passes: [forward, backward, weight][stage] -> how many of them are on it, where without zero bubbles the backward is
-    whole and nothing is in the third row. rank: the one that it ends on.
+    passes: [forward, backward, weight][stage] -> how many of them are on it; without zero bubbles the backward is
+    whole, and the third row is 0. rank: the one on which it ends.
     """
 
     passes: Floats
     rank: int
 
     def length_s(self, seconds: Floats, once_s: Floats) -> float:
-        """Its seconds to the end of its rank's step. seconds: [forward, backward, weight][stage]; once_s: [rank]."""
+        """Seconds from the path's first pass to the end of the step on its last rank. seconds: [forward, backward,
+        weight][stage]; once_s: [rank]."""
         return float((self.passes * seconds).sum() + once_s[self.rank])
 
 
@@ -303,13 +307,14 @@ def alone_s(
     backward_s: Numbers,
     after_s: Numbers,
 ) -> Numbers:
-    """Seconds from when the first micro-batch reaches a rank of one stage until its last pass ends, at least: all its
-    passes, and its waiting for the first gradient, and in 1F1B and GPipe for the last one.
+    """Lower bound in seconds from when the first micro-batch reaches a rank of one stage until the rank's last pass
+    ends: all its passes, its waiting for the first gradient, and in 1F1B and GPipe that for the last one.
 
-    Before the first backward a rank has only the forwards that its table puts ahead, and after the last forward only as
-    many backwards; what the ranks after it take longer is waited for. Where all forwards come first that is one wait,
-    else they are two. forward_s, backward_s: of the rank's stage, numbers or arrays, gradients of weights included.
-    after_s: seconds of forward and backward (zero bubbles: for inputs only) of one micro-batch in all stages after it.
+    Before the first backward a rank has only as many forwards as its table puts ahead, and after the last forward only
+    as many backwards. If the ranks after it take longer than these, it waits. If all forwards come first that is one
+    wait, else there are two. forward_s, backward_s: of the rank's stage, numbers or arrays, gradients of weights
+    included. after_s: seconds of forward and backward (zero bubbles: for inputs only) of one micro-batch in all stages
+    after it.
     """
     ahead = first_forwards(schedule, rank, num_ranks, num_microbatches)
     first, last = after_s - (ahead - 1) * forward_s, after_s - (ahead - 1) * backward_s
@@ -324,14 +329,15 @@ def alone_s(
 def even_step_s(
     schedule: Schedule, num_ranks: int, num_microbatches: int, slowest_s: Numbers, pass_s: Numbers
 ) -> Numbers:
-    """Seconds of a step's passes that no cuts of a pipeline with one stage per rank beat (none or 1F1B or GPipe), from
-    what a micro-batch takes at least on the slowest rank and on all together; numbers or arrays.
+    """Lower bound in seconds for the passes of a step, for all cuts of a pipeline with one stage per rank under 1F1B or
+    GPipe, or of a single stage. slowest_s, pass_s: lower bounds on the seconds of a micro-batch on the slowest rank,
+    and on all ranks together; numbers or arrays.
 
-    GPipe: all forwards pass the slowest one, then all backwards. 1F1B: let rank r hold w_r. The paths of `alone_s`
-    through it take prefix_r + m w_r + 2 suffix_r - (p - r - 1) w_r at least, where m > p - r. Weighted such that all
-    w count alike, which takes weights of 0 or more only for m > p, they make (m + p - 1) / p x pass_s; with half the
-    wait (any m >= p) still (m + (p - 1) / 2) / p. Of the slowest rank alone, what comes after it is shorter than
-    (p - r - 1) slowest_s by no more than p slowest_s - pass_s.
+    GPipe: all forwards pass the slowest rank, then all backwards. 1F1B: let rank r hold w_r. The paths of `alone_s`
+    through it take at least prefix_r + m w_r + 2 suffix_r - (p - r - 1) w_r, where m > p - r. Weighted so that all w
+    count alike, which takes weights of at least 0 only for m > p, they make (m + p - 1) / p x pass_s; with half the
+    wait (any m >= p) still (m + (p - 1) / 2) / p. For the slowest rank alone, what comes after it is shorter than (p -
+    r - 1) slowest_s by no more than p slowest_s - pass_s.
     """
     count = num_microbatches
     if schedule == "gpipe" or num_ranks == 1:
@@ -350,12 +356,12 @@ def least_step_s(
     num_microbatches: int,
     busy_s: Sequence[float] | None = None,
 ) -> float:
-    """Lower bound in seconds of one step, for all orders of passes, by what each rank waits for and has to do. busy_s:
-    [rank] -> seconds that it computes for a micro-batch, if not those of its stages.
+    """Lower bound in seconds of one step, for all orders of passes, from what each rank waits for and has to do.
+    busy_s: [rank] -> seconds that it computes for a micro-batch, if these are not those of its stages.
 
     A rank begins when the first micro-batch has passed all ranks before it, and then has all micro-batches of all its
-    stages to do. Unless gradients of weights come last, the last backward has those ranks still before it, and then the
-    end of the first one's step.
+    stages to do. Unless gradients of weights come last, the last backward then still has to pass the ranks before it,
+    and the first rank has to end its step.
     """
     num_ranks, step_s, ahead_s, behind_s = len(once_s), 0.0, 0.0, 0.0
     for rank, end_s in enumerate(once_s):

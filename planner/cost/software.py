@@ -1,4 +1,4 @@
-"""Software: a training stack by a handful of constants, relative to what a device file says of the device."""
+"""Training stacks, each described by a few constants relative to what a device file says of the device."""
 
 import math
 import tomllib
@@ -16,19 +16,20 @@ from .kernels import family_of
 _FILE = Path(__file__).with_name("software.toml")
 
 _MEMORY_KINDS = ("norm", "elementwise", "copy", "loss", "embedding", "other")
-"""Kinds of operators that fusion speeds up: all that are neither matmul nor attention."""
+"""Kinds of operators that fusion makes faster: all except matmul and attention."""
 
 INDEXING = ("index", "index_add", "index_select", "index_put", "scatter", "gather")
-"""Operators that sort tokens by expert and bring them back: they move all that they move, whatever is fused."""
+"""Operators that sort tokens by expert and bring them back. Fusion does not lessen what they move."""
 
 
 STAGE_S = 0.5e-3
-"""Seconds of the host for each pass of a micro-batch through a stage of torch.distributed.pipelining: its schedule,
+"""Seconds that the host takes for each pass of a micro-batch through a stage of torch.distributed.pipelining: schedule,
 sends and receives, and autograd. Measured: benchmarks/execution/results/host_time.md."""
 
 
 class StackMemory(Frozen):
-    """What a training stack holds, where that differs from FSDP2 and eager kernels: bytes per element, and shares."""
+    """Memory of a training stack, where it differs from that of FSDP2 with eager kernels: bytes per element, and
+    shares."""
 
     buffers: bool = Field(
         default=False,
@@ -90,7 +91,7 @@ class StackMemory(Frozen):
     )
 
     def kept(self, recompute: str, precision: str) -> float:
-        """Share of what its kernels keep under a recompute that this stack keeps."""
+        """Share that this stack keeps of what its kernels would keep under a recompute."""
         if recompute == "full":
             return 1.0
         share = self.low_precision if precision in LOW_PRECISIONS else 1.0
@@ -176,23 +177,25 @@ class Software(Frozen):
 
     @property
     def host_layer_s(self) -> float:
-        """Seconds that the host adds to each pass of a layer, where launches are not replayed."""
+        """Seconds that the host adds to each pass of a layer; launches replayed from CUDA graphs add none."""
         return self.layer_s * (1 - self.graphed)
 
     @property
     def host_stage_s(self) -> float:
-        """Seconds that the host takes for each pass of a micro-batch through a stage, where it is not replayed."""
+        """Seconds that the host takes for each pass of a micro-batch through a stage; launches replayed from CUDA
+        graphs take none."""
         return self.stage_s * (1 - self.graphed)
 
     def host_routing_s(self, num_experts: float, expert: int) -> float:
-        """Seconds that the host adds to each pass of a bank of experts, of which a rank holds so many. It only issues
-        kernels where no rank has to be told what will come: without expert parallelism, with DeepEP or HybridEP, or
-        where all experts take as many tokens."""
+        """Seconds that the host adds to each pass of a bank of experts. num_experts: those that the rank holds; expert:
+        degree of expert parallelism. The host only issues kernels, and waits for nothing, if no rank has to be told how
+        many tokens will come: without expert parallelism, with DeepEP or HybridEP, or if all experts take equally many
+        tokens."""
         waits = expert > 1 and not self.dispatches_once_per_host and not self.drops_tokens
         return (self.routing_s * (1 if waits else ISSUING) + self.expert_s * num_experts) * (1 - self.graphed)
 
     def on(self, device: Device, num_devices: int = 1) -> Device:
-        """The device as this stack uses it, in a job of so many."""
+        """The device as this stack uses it, in a job on so many devices."""
         device = _waiting_for_stragglers(device, num_devices)
         changes: dict[str, object] = {}
         if self.matmul != 1.0:
@@ -243,18 +246,18 @@ class Software(Frozen):
 
 
 DELAYED_CASTS = 2 / 3
-"""Of the bytes of a cast, those that are left where its scale is known before: its input is read once, not twice."""
+"""Share of the bytes of a cast that is left if its scale is known before: the input is read once instead of twice."""
 
 ISSUING = 0.1
-"""Of routing_s, what is left where the host does not wait. Assumption: 40 small kernels of 5 us."""
+"""Share of routing_s that is left if the host does not wait. Assumption: 40 small kernels of 5 us."""
 
 GRAPH_LAUNCH_S = 2e-6
-"""Seconds that the smallest kernel of a CUDA graph takes. Assumption: about 2 us of work; NVIDIA's "Getting Started
-with CUDA Graphs" has 0.5 us between kernels of a graph."""
+"""Seconds of the smallest kernel of a CUDA graph. Assumption: about 2 us of work; NVIDIA's "Getting Started with CUDA
+Graphs" has 0.5 us between kernels of a graph."""
 
 STRAGGLING = 0.00286
-"""Share that a step loses for each doubling of the devices beyond one host. Fit to published runs, see
-benchmarks/published/fitted/fit.md."""
+"""Share by which compute and memory traffic get slower for each doubling of the devices beyond one host, as all wait
+for the slowest. Fit to published runs, see benchmarks/published/fitted/fit.md."""
 
 
 def _waiting_for_stragglers(device: Device, num_devices: int) -> Device:
@@ -266,12 +269,12 @@ def _waiting_for_stragglers(device: Device, num_devices: int) -> Device:
 
 
 _SLOWED = ("sustained", "bandwidth_efficiency")
-"""Speeds of a device that those who wait for it see."""
+"""Fields of a device that waiting for the slowest device makes smaller."""
 
 
 @cache
 def all_software() -> dict[str, Software]:
-    """Every stack by name."""
+    """Name -> stack, of all stacks that we ship."""
     tables = tomllib.loads(_FILE.read_text())
     return {name: Software(name=name, **table) for name, table in tables.items()}
 
@@ -338,7 +341,8 @@ torch.compile is found to do)."""
 
 
 def load_software(name_or_path: str) -> Software:
-    """A stack of ours by name, or the one table of a TOML file. Raises ValueError that names those there are.
+    """A shipped stack by name, or the one in a TOML file with one table. Raises ValueError, with the known names, for
+    others.
 
     Variants are added to either with "+": megatron-core+graphs+once-per-host.
     """

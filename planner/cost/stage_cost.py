@@ -1,4 +1,4 @@
-"""Puts layer costs together into one pipeline stage: seconds, and bytes by item. The only place that does."""
+"""Adds up the costs of layers to those of one pipeline stage: seconds, and bytes by item. No other module does."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from .priced_layer import LayerCost
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage on one rank: seconds per micro-batch and per step, and its peak of memory by item. reduced_later:
-    bytes of gradients that fully_shard's ranks have reduced by the end of a step, and not yet at that peak."""
+    """One stage on one rank: seconds per micro-batch and per step, and its peak of memory by item. reduced_later: bytes
+    of the gradients that fully_shard has reduced by the end of a step, but not yet at that peak."""
 
     forward_s: float
     backward_s: float
@@ -29,12 +29,12 @@ class StageCost:
 
     @property
     def microbatch_s(self) -> float:
-        """Forward and backward of one micro-batch, waiting for the neighbours' tensors included."""
+        """Seconds of forward and backward of one micro-batch, waiting for tensors of neighbouring stages included."""
         return self.forward_s + self.backward_s
 
     @property
     def allocated_bytes(self) -> float:
-        """Peak of what the allocator hands out."""
+        """Peak, in bytes, of what the allocator has handed out."""
         return sum(self.items.values())
 
 
@@ -55,12 +55,12 @@ def combine(
 ) -> StageCost:
     """Cost of a stage that holds each layer of `layers`, in their order, the given number of times.
 
-    Memory is the running maximum over the passes of a step and the layers' turns in them (peak.py), or what the end of
-    the step takes, if that is more: activations are gone by then. Items are those of that moment. receives, sends: the
-    cuts before and after the stage; arrives: what it holds of the former. batch_bytes: of the rank's samples.
-    buffer_bytes: of the model's buffers, which count as parameters.
-    shared_elements: parameter elements counted more than once because layers of this stage share them (tied weights).
-    tie_s: seconds of summing the gradients of weights that are tied to weights of other stages.
+    Memory is the running maximum over the passes of a step and the turns of layers in them (peak.py); or what the end
+    of the step takes, when activations are gone, if that is more. Items are those at the peak. receives, sends: the
+    cuts before and after the stage; arrives: what it holds of tensors that it receives. batch_bytes: bytes of the
+    rank's samples. buffer_bytes: bytes of the model's buffers, which count as parameters. shared_elements: parameter
+    elements counted more than once, because layers of this stage share them (tied weights). tie_s: seconds to sum the
+    gradients of weights that are tied to weights of other stages.
     """
     elements = trainable = -shared_elements
     root = -shared_elements * state.root_end
@@ -100,7 +100,7 @@ def combine(
 
 @dataclass(frozen=True)
 class _Peak:
-    """Bytes by what they are, at the moment when layers hold most; without parameters and optimizer state."""
+    """Bytes by item at the moment when layers hold most, without parameters and optimizer state."""
 
     gradients: float
     copies: float
@@ -109,7 +109,7 @@ class _Peak:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Bytes of all items."""
         return self.gradients + self.copies + self.activations + self.transient
 
     @classmethod
@@ -123,8 +123,8 @@ class _Peak:
         arrives: Arrivals,
         shared_elements: float,
     ) -> "_Peak":
-        """The highest over all passes and turns. Of ranks that hold several stages, whose turns do not come together:
-        all that a stage ever keeps, and its largest transient."""
+        """The highest over all passes and turns. For ranks that hold several stages, whose turns are not followed
+        together: everything that a stage ever keeps, and its largest transient."""
         if shape.virtual_stages > 1:
             return cls._of_all(layers, in_flight, state, sends, arrives, shared_elements)
         moments = moments_of(shape, state, in_flight)
@@ -178,7 +178,7 @@ class _Peak:
 
 
 def on_one_rank(stages: Sequence[StageCost]) -> StageCost:
-    """The account of a rank that holds several stages: all of each, and the largest transient."""
+    """Cost of a rank that holds several stages: the sum of all, but only the largest transient."""
     items = {name: sum(stage.items[name] for stage in stages) for name in stages[0].items}
     items["transient"] = max(stage.items["transient"] for stage in stages)
     return StageCost(
@@ -193,32 +193,33 @@ def on_one_rank(stages: Sequence[StageCost]) -> StageCost:
 
 
 def allocated_on_one(stages: Sequence[StageCost]) -> float:
-    """Peak of what the allocator hands out on a rank that holds several stages: as in `on_one_rank`."""
+    """Peak, in bytes, of what the allocator has handed out on a rank that holds several stages, as in `on_one_rank`."""
     transients = [stage.items["transient"] for stage in stages]
     return sum(stage.allocated_bytes for stage in stages) - sum(transients) + max(transients)
 
 
 def sent_bytes(sends: Cut, in_flight: int) -> float:
-    """Bytes that a stage holds of what it sends: outputs stay until their backward, and one set of their gradients."""
+    """Bytes that a stage holds of what it sends: outputs of all micro-batches in flight until their backward, and the
+    gradients of one."""
     return (in_flight + 1) * sends.bytes
 
 
 def closed_form_s(microbatch_s: Sequence[float], once_s: Sequence[float], num_microbatches: int) -> float:
-    """Seconds of one step: (m - 1) of the slowest stage, one pass through all, and the slowest end of a step.
+    """Seconds of one step: (m - 1) times the slowest stage, one pass through all stages, and the slowest end of a step.
 
-    Exact for equal stages; for unequal ones within 1.00-1.17 (median 1.00) of the event simulation of 1F1B and GPipe.
+    Exact for equal stages; for unequal ones 1.00-1.17 times (median 1.00) the event simulation of 1F1B and GPipe.
     """
     return (num_microbatches - 1) * max(microbatch_s) + sum(microbatch_s) + max(once_s)
 
 
 def allocatable_bytes(shape: Shape, device: Device, training: TrainingSpec) -> float:
-    """Bytes that the allocator may hand out on one device: what is left of its memory after the margin, the context,
-    the communicators, and the share lost to fragmentation."""
+    """Bytes that the allocator may hand out on one device: its budget without context, communicators and
+    fragmentation."""
     return (budget_bytes(device, training) - outside_bytes(shape, device)) / (1.0 + device.fragmentation)
 
 
 def budget_bytes(device: Device, training: TrainingSpec) -> float:
-    """Bytes of a device that a plan may use in all."""
+    """Bytes of a device's memory that a plan may use in all."""
     return device.memory * (1.0 - training.memory_margin)
 
 

@@ -1,4 +1,4 @@
-"""Which kind of device each stage of a pipeline has, and the cost model of that kind."""
+"""Which kind of device each stage of a pipeline runs on, and the cost model of that kind."""
 
 from itertools import groupby
 
@@ -8,8 +8,8 @@ from .layer_cost import CostModel
 
 
 def stage_kinds(cluster: ClusterSpec, shape: Shape) -> tuple[int, ...] | None:
-    """[pipeline coordinate] -> the kind of its devices, by number; None where devices are equal, or some stage has
-    devices of several kinds."""
+    """[pipeline coordinate] -> number of the kind of its devices; None if all devices are equal, or some stage would
+    have devices of several kinds."""
     cluster = cluster.in_order(shape.kind_order)
     kinds = cluster.kinds
     if len(kinds) == 1 or shape.pipeline == 1 or shape.stride("pipeline") * shape.pipeline != cluster.num_devices:
@@ -26,7 +26,7 @@ def stage_kinds(cluster: ClusterSpec, shape: Shape) -> tuple[int, ...] | None:
 
 
 def stage_models(model: CostModel, shape: Shape) -> list[CostModel]:
-    """[pipeline coordinate] -> the cost model of its devices. model: of the whole cluster."""
+    """[pipeline coordinate] -> cost model of its devices. model: that of the whole cluster."""
     kinds = stage_kinds(model.cluster, shape)
     if kinds is None:
         return [model] * shape.pipeline
@@ -36,5 +36,5 @@ def stage_models(model: CostModel, shape: Shape) -> list[CostModel]:
 
 
 def peak_flops_per_s(cluster: ClusterSpec, precision: str) -> float:
-    """Dense peak of all devices together."""
+    """FLOP/s of all devices together, at their dense peak."""
     return sum(group.count * group.devices_per_host * group.device.flops[precision] for group in cluster.hosts)

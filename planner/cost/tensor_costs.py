@@ -1,7 +1,8 @@
-"""Costs of a layer with some of its cuts applied: from runs with all of them, with each alone, and with each left out.
+"""Costs of a layer with some of its tensor cuts applied, from runs with all cuts, with each cut alone, and with each
+left out.
 
-Cuts of one layer share no weight, and what lies between the columns and the row of one is read by no other, so every
-amount changes by what each cut changes alone; only the highest of several peaks does not add up.
+Cuts of one layer share no weight, and what lies between the columns and the rows of one is read by no other. So every
+amount changes by the sum of what each cut changes alone; only the highest of several peaks is no sum.
 """
 
 from collections import Counter
@@ -13,7 +14,8 @@ _Key = tuple[str, str, str, int]
 
 
 def mode_costs(layer_class: LayerClass, chosen: tuple[int, ...], sequence: bool) -> Costs:
-    """Costs with the cuts of these indices applied, the rest whole or (sequence) on slices of the sequence."""
+    """Costs of a layer with the cuts of these indices applied. sequence: all else runs on slices of the sequence; if
+    not, it stays whole."""
     known = _known(layer_class)
     key = chosen, sequence
     if key not in known:
@@ -48,7 +50,7 @@ def _combined(layer_class: LayerClass, chosen: tuple[int, ...], sequence: bool) 
 
 def _changed(base: Costs, alone: list[Costs], peaks_fall: bool) -> Costs:
     """`base` with all the changes that each of `alone` shows. peaks_fall: each change lowers peaks (or leaves them), so
-    that all together are no higher than the lowest; else each may raise them to its own."""
+    that together they are no higher than the lowest; else each may raise a peak to its own."""
     best = min if peaks_fall else max
 
     def peak(name: str) -> Bytes:
@@ -95,7 +97,7 @@ def _part_bytes(base: Costs, alone: list[Costs]) -> tuple[PartBytes, ...]:
 
 
 def _part_peaks(base: Costs, alone: list[Costs]) -> tuple[Bytes, ...]:
-    """[part] -> peak while it runs backward: the highest of what each of `alone` shows, and of `base` with all
+    """[part] -> peak while its backward runs: the highest of what each of `alone` shows, and of `base` with all
     changes."""
     found = []
     for here, *others in zip(base.part_peaks, *(costs.part_peaks for costs in alone), strict=True):
@@ -104,7 +106,7 @@ def _part_peaks(base: Costs, alone: list[Costs]) -> tuple[Bytes, ...]:
 
 
 def _collectives(base: Costs, alone: list[Costs]) -> tuple[CollectiveProfile, ...]:
-    """Those of the base, without what each change takes away, and with what each brings."""
+    """Collectives of `base`, without those that any change removes, and with those that any change adds."""
     kept_ones = Counter(base.collectives)
     gone: Counter[CollectiveProfile] = Counter()
     new: Counter[CollectiveProfile] = Counter()
@@ -133,7 +135,7 @@ def _operators(base: Costs, alone: list[Costs]) -> tuple[OpProfile, ...]:
 
 
 def _operator(base: OpProfile | None, alone: list[OpProfile | None]) -> OpProfile:
-    """One operator: missing in a run, it does nothing there."""
+    """One operator with all changes; in a run in which it is missing it counts as doing nothing."""
     differing = [op for op in alone if op != base]
     like = base or next(op for op in alone if op is not None)
     if not differing:

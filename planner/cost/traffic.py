@@ -1,7 +1,9 @@
-"""What one rank passes to every kind of collective in a step: bytes and calls, counted as the executor makes them.
+"""What one rank transfers through every kind of collective in a step: bytes and calls, counted as the executor makes
+them.
 
-Layers alone cannot say it: fully_shard gathers what several layers of a stage share in one call of its root, flat
-buffers join gradients of many layers, and what is done at an edge between layers depends on the stage it falls to.
+It cannot be told from single layers: fully_shard gathers what several layers of a stage share in one call of its root,
+flat buffers join gradients of many layers, and who exchanges what between two layers depends on the stage that each is
+in.
 """
 
 from collections import Counter
@@ -19,37 +21,37 @@ from .memory_cost import MASTER_BYTES, uses_fully_shard
 from .priced_layer import HeldParameter, LayerCost
 
 BUCKET_ELEMENTS = 16 * 2**20
-"""Gradients that the executor reduces together in one flat buffer (64 MiB in fp32)."""
+"""Elements of gradients that the executor reduces together in one flat buffer (64 MiB in fp32)."""
 
 FIRST_DDP_BUCKET_BYTES, DDP_BUCKET_BYTES = 2**20, 25 * 2**20
-"""A bucket of DistributedDataParallel is full once it holds this much: the first to be reduced, and all others (torch
+"""Bytes at which a bucket of DistributedDataParallel is full: the one that is reduced first, and all others (torch
 2.13, nn/parallel/distributed.py)."""
 
 
 OwnElements = tuple[float, float]
-"""(all, trainable)"""
+"""(all, trainable) elements."""
 
 
 class Tally:
-    """Bytes and calls by axis and collective; bytes of full tensors, not shards."""
+    """Bytes and calls by axis and kind of collective; bytes are those of full tensors, not of shards."""
 
     def __init__(self) -> None:
         self.passed: dict[tuple[GroupAxis, CollectiveKind], tuple[float, float]] = {}
 
     def copy(self) -> "Tally":
-        """The same counts, to which more can be added."""
+        """A tally with the same counts, to which more can be added."""
         found = Tally()
         found.passed.update(self.passed)
         return found
 
     def add(self, axis: GroupAxis, kind: CollectiveKind, num_bytes: float, calls: float = 1.0) -> None:
-        """Count `num_bytes`, the sum over `calls` of them; negative: count them off."""
+        """Add `calls` calls with `num_bytes` in total; both negative to take them away."""
         before = self.passed.get((axis, kind), (0.0, 0.0))
         self.passed[axis, kind] = before[0] + num_bytes, before[1] + calls
 
 
 def add_layers(tally: Tally, layers: Iterable[tuple[LayerCost, int]], num_microbatches: int) -> None:
-    """Count what layers pass by themselves, each of them so many times."""
+    """Add what single layers transfer by themselves. layers: (cost, number of such layers)."""
     for layer, count in layers:
         for item in layer.traffic:
             calls = count * item.calls * (1 if item.per_step else num_microbatches)
@@ -57,7 +59,7 @@ def add_layers(tally: Tally, layers: Iterable[tuple[LayerCost, int]], num_microb
 
 
 def rank_tallies(plan: Plan, model: CostModel, shape: Shape) -> list[Tally]:
-    """[place in the pipeline] -> what its rank passes beside what its layers do by themselves."""
+    """[pipeline coordinate] -> what its rank transfers beside what single layers do by themselves."""
     ends = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
     stages = [range(first, last) for first, last in pairwise(ends)]
     tallies = []
@@ -96,8 +98,8 @@ def rank_tallies(plan: Plan, model: CostModel, shape: Shape) -> list[Tally]:
 def _add_units(
     tally: Tally, model: CostModel, shape: Shape, layers: range, own: Sequence[OwnElements], reshards: Sequence[bool]
 ) -> None:
-    """Gathers and reductions of fully_shard: a unit for every layer, but layers that share parameters with another one
-    of the stage are in the root, which gathers and reduces them all at once and never gives them back."""
+    """Add gathers and reductions of fully_shard. Every layer is a unit, except layers that share parameters with others
+    of the stage: those are in the root, which gathers and reduces them all at once and never gives them back."""
     shared = _shared_names(model.profile)
     readers = Counter(name for layer in layers if shared[layer] for name in set(shared[layer].values()))
     units: Counter[tuple[float, float, bool]] = Counter()
@@ -113,7 +115,8 @@ def _add_units(
 
 
 def _add_banks(tally: Tally, model: CostModel, shape: Shape, layers: range, reshards: Sequence[bool]) -> None:
-    """Experts that are spread over ranks are units of their own, over the ranks that hold the same."""
+    """Add gathers and reductions of experts that are spread over ranks: they are units of their own, sharded over the
+    ranks that hold the same experts."""
     if shape.expert == 1:
         return
     units: Counter[tuple[float, float, bool]] = Counter()
@@ -127,7 +130,7 @@ def _add_banks(tally: Tally, model: CostModel, shape: Shape, layers: range, resh
 def _add_unit(
     tally: Tally, model: CostModel, shape: Shape, elements: OwnElements, reshard: bool, count: int, sharded_over: int
 ) -> None:
-    """So many units of fully_shard with so many elements each."""
+    """Add gathers and reductions of `count` units of fully_shard with so many elements each."""
     total, trainable = elements
     num_reductions = shape.num_microbatches if shape.gradient_sync == "every" else 1
     num_gathers = 2 * shape.num_microbatches if reshard else num_reductions
@@ -143,8 +146,8 @@ def _add_unit(
 
 
 def _own_parameters(model: CostModel, shape: Shape, stages: Sequence[range]) -> list[list[OwnElements]]:
-    """[stage][layer] -> elements that data shards pass and that no earlier layer of the stage has; no experts that are
-    spread over ranks."""
+    """[stage][layer] -> elements that data shards gather, without those that an earlier layer of the stage has already,
+    and without experts that are spread over ranks."""
     shared = _shared_names(model.profile)
     known: dict[int, OwnElements] = {}
     found = []
@@ -166,8 +169,8 @@ def _own_parameters(model: CostModel, shape: Shape, stages: Sequence[range]) -> 
 
 
 def _add_replicas(tally: Tally, model: CostModel, shape: Shape, layers: Sequence[int]) -> None:
-    """Gradients of whole replicas: by DDP in its buckets, as backward comes to them; in a pipeline, and where replicas
-    decide by values, once a step in flat buffers."""
+    """Add reductions of the gradients of whole replicas: by DDP in its buckets, in the order in which backward reaches
+    them. In a pipeline, and for models that decide by values, they are reduced once a step in flat buffers."""
     sizes = _sizes(model, shape, layers, lambda _, item: item.trainable)
     if shape.pipeline > 1 or model.profile.decides_by_values:
         in_order = sizes[::-1] if shape.pipeline > 1 else sizes
@@ -179,8 +182,8 @@ def _add_replicas(tally: Tally, model: CostModel, shape: Shape, layers: Sequence
 
 
 def _add_partial(tally: Tally, model: CostModel, shape: Shape, layers: Sequence[int]) -> None:
-    """Gradients of which each tensor rank has the share of its slice of the sequence, or of its heads: summed once a
-    step, in flat buffers of a rank's shards."""
+    """Add sums over tensor ranks of gradients of which each rank has only the share of its slice of the sequence, or of
+    its heads; once a step, in flat buffers of a rank's shards."""
     kinds = dict.fromkeys(model.kinds[layer] for layer in layers)
     sliced = {kind for kind in kinds if model.mode(kind, shape)[0] == "sequence"}
     spread = set[str]().union(*(model.spread_names(kind, shape) for kind in sliced))
@@ -198,7 +201,8 @@ def _add_partial(tally: Tally, model: CostModel, shape: Shape, layers: Sequence[
 def _sizes(
     model: CostModel, shape: Shape, layers: Iterable[int], wanted: Callable[[int, HeldParameter], bool]
 ) -> list[int]:
-    """Elements of the wanted parameters of layers in their order; those that several share, with the first of them."""
+    """Elements of those parameters of layers that `wanted` selects, in the order of layers. A parameter that several
+    layers share counts with the first."""
     shared = _shared_names(model.profile)
     known: dict[int, list[int]] = {}
     seen: set[str] = set()
@@ -217,7 +221,8 @@ def _sizes(
 
 
 def num_buffers(sizes: Iterable[float]) -> int:
-    """Flat buffers that gradients of so many elements fill one after another (executor/parallel/flat_gradients.py)."""
+    """Number of flat buffers that gradients of so many elements fill one after another
+    (executor/parallel/flat_gradients.py)."""
     buffers = filled = 0.0
     for size in sizes:
         if not buffers or filled + size > BUCKET_ELEMENTS:
@@ -227,8 +232,8 @@ def num_buffers(sizes: Iterable[float]) -> int:
 
 
 def num_ddp_buckets(sizes: Iterable[int]) -> int:
-    """Buckets that DDP makes of gradients of so many bytes, in the order in which they come; each ends with the
-    gradient that fills it."""
+    """Number of buckets that DDP makes of gradients of so many bytes, in this order; a gradient that fills a bucket
+    ends it."""
     full, filled, limit = 0, 0, FIRST_DDP_BUCKET_BYTES
     for size in sizes:
         filled += size
@@ -238,8 +243,8 @@ def num_ddp_buckets(sizes: Iterable[int]) -> int:
 
 
 def _add_ties(places: Sequence[Tally], model: CostModel, shape: Shape, stages: Sequence[range]) -> None:
-    """Gradients of weights that several ranks of the pipeline hold copies of: one call for each, once a step. places:
-    [stage] -> tally of its rank."""
+    """Add sums of gradients of weights of which several pipeline ranks hold copies: one call for each weight, once a
+    step. places: [stage] -> tally of its rank."""
     shared = _shared_names(model.profile)
     holders: dict[str, dict[int, Tally]] = {}
     elements: dict[str, int] = {}
@@ -256,7 +261,8 @@ def _add_ties(places: Sequence[Tally], model: CostModel, shape: Shape, stages: S
 
 
 def _add_transfers(before: Tally, after: Tally, model: CostModel, shape: Shape, cut: int) -> None:
-    """What crosses a cut: every tensor is a call, and so is its gradient; both ends count."""
+    """Add what crosses a cut between stages: one call for every tensor, and one for its gradient; sender and receiver
+    both count it."""
     for index in _crossing(model.profile)[cut]:
         tensor = model.profile.tensors[index]
         size = tensor.size.at(shape.samples, model.training.compute_bytes)
@@ -269,8 +275,9 @@ def _add_transfers(before: Tally, after: Tally, model: CostModel, shape: Shape, 
 
 
 def _move_gathers(before: Tally, after: Tally, model: CostModel, shape: Shape, cut: int) -> None:
-    """At a cut, gathers fall to the other side than in the middle of a stage: a sliced tensor that the next layer needs
-    whole is gathered before it is sent, and what arrives whole is sliced where it has arrived."""
+    """Move gathers at a cut to the rank that makes them, which is not the one that makes them inside a stage: a sliced
+    tensor that the next layer needs whole is gathered before it is sent, and a whole tensor is sliced after it has
+    arrived."""
     leaves = model.kinds[cut].leaves and not _is_sliced(model, shape, cut)
     enters = model.kinds[cut - 1].enters and not _is_sliced(model, shape, cut - 1)
     if not (leaves or enters):
@@ -290,7 +297,8 @@ def _is_sliced(model: CostModel, shape: Shape, layer: int) -> bool:
 
 @kept
 def _shared_names(profile: ModelProfile) -> tuple[dict[str, str], ...]:
-    """[layer] -> its parameters that other layers read, too: name in the layer -> the same name for all of them."""
+    """[layer] -> its parameters that other layers read, too: name in the layer -> one name that all of them have for
+    it."""
     first_of = {name: names[0] for names in profile.ties for name in names}
     found = []
     for layer, kind in zip(profile.layers, kinds_of(profile), strict=True):
@@ -301,7 +309,7 @@ def _shared_names(profile: ModelProfile) -> tuple[dict[str, str], ...]:
 
 @kept
 def _crossing(profile: ModelProfile) -> tuple[tuple[int, ...], ...]:
-    """[place of the chain] -> indices of the tensors that cross it."""
+    """[place of the chain] -> indices of the tensors that cross there."""
     places: list[list[int]] = [[] for _ in range(len(profile.layers) + 1)]
     for index, tensor in enumerate(profile.tensors):
         for place in range(tensor.made_by + 1, tensor.last_used_by + 1):

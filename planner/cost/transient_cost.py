@@ -1,4 +1,4 @@
-"""Bytes that fully_shard has only during a layer's turn: of one shape, or of tables of shapes alike."""
+"""Bytes that fully_shard holds only during a layer's turn: for one shape, or for tables of shapes at once."""
 
 from dataclasses import dataclass
 from typing import Generic
@@ -8,8 +8,9 @@ from .elementwise import Flag, Values, choose, most
 
 @dataclass(frozen=True)
 class Working(Generic[Values]):
-    """Bytes of activations while a layer is at work, beyond what it keeps. passed: what its backward has let go of when
-    it ends. logits: 0 without a loss."""
+    """Bytes of activations during a layer's turn, beyond those that it keeps: in its forward and in its backward.
+    passed: bytes that the backward has freed when it ends. logits: bytes of logits, 0 if the layer does not compute the
+    loss."""
 
     forward: Values
     backward: Values
@@ -19,11 +20,11 @@ class Working(Generic[Values]):
 
 @dataclass(frozen=True)
 class Turn(Generic[Values]):
-    """Bytes of parameters and gradients in a layer's turn under fully_shard. copy: its gathered parameters; fetched:
-    those of the layer that is fetched ahead of it; new: its gradients in compute dtype; whole: in fp32, until they are
-    reduced to `sharded_over` ranks. resharded: it gives its gathered parameters back; copies_stay: what is kept
-    gathered stays until the last micro-batch; in_root: the root of fully_shard has them. frozen: of the layer's copy
-    and of that of the one before it, what has no gradients."""
+    """Bytes of parameters and gradients during a layer's turn under fully_shard. copy: its gathered parameters;
+    fetched: those of the layer that is gathered ahead of it; new: its gradients in compute dtype; whole: its gradients
+    in fp32, until they are reduced to `sharded_over` ranks. resharded: it gives its gathered parameters back after the
+    forward; copies_stay: what stays gathered does so until the last micro-batch; in_root: it is in fully_shard's root.
+    frozen: bytes of gathered parameters without gradients, of this layer and of the one gathered ahead."""
 
     copy: Values
     fetched: Values
@@ -38,9 +39,9 @@ class Turn(Generic[Values]):
 
 @dataclass(frozen=True)
 class Transients(Generic[Values]):
-    """Bytes that are there only during a layer's turn: transient, of its forward and its backward; ending, of these and
-    of what comes after them, when what it kept is gone and its gradients are reduced; waiting, of its backward, while
-    those of the layer after it are."""
+    """Largest bytes that are there only during a layer's turn. transient: in its forward and backward. ending: in these
+    and in the reduction of its gradients, when its activations are gone. waiting: in its backward, while gradients of
+    the next layer are still being reduced."""
 
     transient: Values
     ending: Values
@@ -48,10 +49,10 @@ class Transients(Generic[Values]):
 
 
 def transients(working: Working[Values], turn: Turn[Values], kept: Values, returns_loss: bool) -> Transients[Values]:
-    """The most of a layer's forward, of its backward, and of its reduction: gradients in compute dtype, and in fp32
-    until they are reduced. kept: bytes of its activations, which are gone by then. What arrives for the forward lies in
-    a buffer beside the parameters that are copied out of it, and so does, until then, what came for the layer before;
-    gradients take more than both, where there are any."""
+    """Largest bytes of a layer's forward, of its backward, and of its reduction, with gradients in compute dtype and in
+    fp32 until they are reduced. kept: bytes of its activations, which are gone by the time of the reduction. In the
+    forward gathered parameters arrive in a buffer, beside the parameters that are copied out of it; until then the
+    buffer of the layer before is there, too. Gradients, if there are any, take more than both."""
     several, nothing = turn.sharded_over > 1, 0.0 * turn.copy
     own: Values = choose(turn.resharded, turn.copy, 0.0)
     again: Values = choose(turn.resharded, turn.fetched, 0.0)

@@ -1,1 +1,1 @@
-"""Plans as settings of other training frameworks, and their settings as plans."""
+"""Plans as settings of other training frameworks, and settings of other frameworks as plans."""

@@ -1,4 +1,4 @@
-"""Plans as a configuration file of Accelerate (FSDP2), and its files as a Layout: one table of keys for both ways."""
+"""Plans as configuration files of Accelerate (FSDP2), and its files as a Layout; one table of keys serves both ways."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -52,7 +52,7 @@ _KEYS = frozenset(
         "use_cpu",
     }
 )
-"""Top-level keys of a configuration file that are known; Accelerate itself refuses any it does not know."""
+"""Top-level keys of a configuration file that we know; Accelerate refuses files with keys that it does not know."""
 
 _FSDP_KEYS = frozenset(
     {
@@ -94,12 +94,12 @@ _PARALLELISM_KEYS = frozenset(
 
 
 KEYS = {"": _KEYS, "fsdp_config": _FSDP_KEYS, "parallelism_config": _PARALLELISM_KEYS}
-"""Keys of an Accelerate configuration file by section; see targets.py for the version."""
+"""Section of an Accelerate configuration file -> its keys ("": the top level); see targets.py for the version."""
 
 
 def accelerate_settings(plan: Plan, notes: list[str]) -> Settings:
-    """Accelerate's configuration for a plan; what it does not say is added to the notes. Raises ValueError for what
-    Accelerate cannot do."""
+    """Accelerate's configuration for a plan. What it cannot express, but the script can, is added to `notes`. Raises
+    ValueError for what Accelerate cannot do."""
     degrees, training = plan.degrees, plan.training
     refuse_pipeline(plan, "accelerate")
     if training.precision == "fp4":
@@ -145,7 +145,7 @@ def accelerate_settings(plan: Plan, notes: list[str]) -> Settings:
 
 
 def _shards(plan: Plan, notes: list[str]) -> Settings:
-    """The sections of a plan whose data or context ranks share parameters: FSDP2, and how many ranks each axis has."""
+    """Sections for a plan whose data or context ranks share parameters: FSDP2, and the number of ranks on each axis."""
     degrees, reshards = plan.degrees, plan.zero_stage == 3
     if plan.gradient_sync == "every" and plan.num_microbatches > 1:
         notes.append(
@@ -206,7 +206,7 @@ _STRATEGIES = {
     **dict.fromkeys(("4", "HYBRID_SHARD"), "HYBRID_SHARD"),
     **dict.fromkeys(("5", "HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2"), "HYBRID_SHARD_ZERO2"),
 }
-"""fsdp_sharding_strategy of FSDP1, by number or by name."""
+"""fsdp_sharding_strategy of FSDP1, as a number or a name -> its name."""
 
 _DEEPSPEED_KEYS = frozenset(
     {
@@ -237,7 +237,7 @@ _MEGATRON_KEYS = {
     "megatron_lm_num_micro_batches": "",
     "megatron_lm_gradient_clipping": "",
 }
-"""Keys of megatron_lm_config -> Megatron-LM's options."""
+"""Key of megatron_lm_config -> Megatron-LM's option; "" if it has none."""
 
 _KINDS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "MULTI_GPU", "NO")
 
@@ -245,11 +245,11 @@ _KINDS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "MULTI_GPU", "NO")
 def read_accelerate(
     document: Mapping[str, Any], num_devices: int, profile: ModelProfile | None = None, folder: Path = Path()
 ) -> Layout:
-    """The layout of an Accelerate configuration file on a number of GPUs. Micro-batch and accumulation are said in the
-    script, not here, so they are left open.
+    """The layout of an Accelerate configuration file on a number of GPUs. Micro-batch and accumulation are set in the
+    script and not in the file, so they are left open.
 
-    profile: of the model, which Megatron-LM's settings are checked against. folder: where a file that it names lies.
-    Raises ValueError that names the key that is wrong or not understood.
+    profile: the model, with which Megatron-LM's settings are checked. folder: where a file lies that this one names.
+    Raises ValueError that names the key which is wrong or not understood.
     """
     kind = str(document.get("distributed_type", "")).upper()
     if kind not in _KINDS:
@@ -273,11 +273,11 @@ def read_accelerate(
 
 
 _SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
-"""Section -> the distributed_type that reads it."""
+"""Section -> the distributed_type under which Accelerate reads it."""
 
 
 def _check_together(document: Mapping[str, Any], kind: str, num_devices: int) -> list[str]:
-    """What to say of sections that do nothing. Raises ValueError that names two keys which contradict each other."""
+    """Notes on sections that have no effect. Raises ValueError that names two keys which contradict each other."""
     if kind == "NO" and num_devices > 1:
         raise ValueError(
             f"distributed_type: NO, which starts one process, and num_processes: {num_devices}: write MULTI_GPU, or "
@@ -304,7 +304,7 @@ def _check_together(document: Mapping[str, Any], kind: str, num_devices: int) ->
 
 
 def _precision_of(document: Mapping[str, Any]) -> tuple[Precision | None, list[str]]:
-    """(what mixed_precision says, None if it says nothing; a note where that is Accelerate's fp32)."""
+    """(precision by mixed_precision, None if the file does not set it; notes on it)."""
     said = document.get("mixed_precision")
     if said is None:
         return None, []
@@ -323,7 +323,7 @@ _OPEN_BATCHES = "batch size and gradient accumulation are said in the script: ch
 
 
 def _of_deepspeed(document: Mapping[str, Any], num_devices: int, precision: Precision | None, folder: Path) -> Layout:
-    """A file with distributed_type: DEEPSPEED, or the JSON that it names."""
+    """The layout of a file with distributed_type: DEEPSPEED, or of the JSON file that it names."""
     own = mapping(document, "deepspeed_config")
     ignored = unknown_keys(own, _DEEPSPEED_KEYS, "accelerate", "deepspeed_config.")
     if "deepspeed_config_file" in own:
@@ -357,7 +357,7 @@ def _of_deepspeed(document: Mapping[str, Any], num_devices: int, precision: Prec
 def _of_megatron(
     document: Mapping[str, Any], num_devices: int, precision: Precision | None, profile: ModelProfile | None
 ) -> Layout:
-    """A file with distributed_type: MEGATRON_LM."""
+    """The layout of a file with distributed_type: MEGATRON_LM."""
     own = mapping(document, "megatron_lm_config")
     ignored = unknown_keys(own, _MEGATRON_KEYS, "accelerate", "megatron_lm_config.")
     if profile is None:
@@ -381,7 +381,7 @@ def _of_megatron(
 
 
 def _of_fsdp(document: Mapping[str, Any], num_devices: int, kind: str, precision: Precision | None) -> Layout:
-    """A file with distributed_type: FSDP, MULTI_GPU or NO, of FSDP2 or FSDP1."""
+    """The layout of a file with distributed_type: FSDP, MULTI_GPU or NO, for FSDP2 or FSDP1."""
     asks, notes = (_ASKED,) if precision is None else (), [_OPEN_BATCHES]
     fsdp = mapping(document, "fsdp_config") if kind == "FSDP" else {}
     sizes = mapping(document, "parallelism_config")
@@ -440,7 +440,7 @@ def _of_fsdp(document: Mapping[str, Any], num_devices: int, kind: str, precision
 
 
 def _strategy(fsdp: Mapping[str, Any], kind: str) -> str:
-    """The sharding strategy of FSDP1, also where FSDP2 says it as fsdp_reshard_after_forward."""
+    """Sharding strategy under its FSDP1 name, also if an FSDP2 file sets it by fsdp_reshard_after_forward."""
     if kind != "FSDP":
         return "NO_SHARD"
     word = str(fsdp.get("fsdp_reshard_after_forward", "")).upper()

@@ -1,4 +1,4 @@
-"""Plans as a configuration of DeepSpeed, and its files as a Layout: one table of keys for both ways."""
+"""Plans as configurations of DeepSpeed, and its files as a Layout; one table of keys serves both ways."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,10 +31,10 @@ _KEYS = frozenset(
         "tensor_parallel",
     }
 )
-"""Keys of a DeepSpeed configuration that a layout is said with."""
+"""Top-level keys of a DeepSpeed configuration that describe a layout."""
 
 _OLD_BF16 = "bfloat16"
-"""How bf16 was spelled, which DeepSpeed still reads where bf16 is not there."""
+"""Earlier name of the key bf16, which DeepSpeed still reads if bf16 is missing."""
 
 _TENSOR_KEYS = frozenset({"autotp_size", "tp", "dtype", "tp_overlap_comm"})
 
@@ -61,11 +61,12 @@ _ZERO_REFUSED: dict[str, str] = {
 
 
 KEYS = {"": _KEYS, "zero_optimization": _ZERO_KEYS}
-"""Keys of a DeepSpeed configuration that a layout is said with, by section; see targets.py for the version."""
+"""Section of a DeepSpeed configuration -> its keys that describe a layout ("": the top level); see targets.py for the
+version."""
 
 
 def deepspeed_settings(plan: Plan, notes: list[str]) -> Settings:
-    """DeepSpeed's configuration for a plan; what it does not say is added to the notes. Raises ValueError for what
+    """DeepSpeed's configuration for a plan. What it cannot express is added to `notes`. Raises ValueError for what
     DeepSpeed cannot do."""
     degrees, training, stage = plan.degrees, plan.training, plan.zero_stage
     refuse_pipeline(plan, "deepspeed")
@@ -119,19 +120,19 @@ def deepspeed_settings(plan: Plan, notes: list[str]) -> Settings:
 
 
 _AUTO = "auto"
-"""What the Hugging Face Trainer fills in from its TrainingArguments."""
+"""Value that the Hugging Face Trainer replaces by one from its TrainingArguments."""
 
 TRAINER_MICRO_BATCH = 8
-"""per_device_train_batch_size of TrainingArguments where nobody gives one (transformers 4 and 5)."""
+"""Default of per_device_train_batch_size in TrainingArguments (transformers 4 and 5)."""
 
 _ADAM = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
 
 
 def read_deepspeed(document: Mapping[str, Any], num_devices: int) -> Layout:
-    """The layout of a DeepSpeed configuration on a number of GPUs. Recompute is said in the script, so it is left open;
-    what is "auto", too: with_flags of imports.py asks for it, or takes the Trainer's rule.
+    """The layout of a DeepSpeed configuration on a number of GPUs. Recompute is set in the script, so it is left open.
+    Values that are "auto" are left open, too: with_flags in imports.py asks for them, or takes the Trainer's default.
 
-    Raises ValueError that names the key that is wrong or not understood.
+    Raises ValueError that names the key which is wrong or not understood.
     """
     for key, reason in _REFUSED.items():
         section = document.get(key)
@@ -185,7 +186,7 @@ def read_deepspeed(document: Mapping[str, Any], num_devices: int) -> Layout:
 
 
 def _refuse_in_zero(zero: Mapping[str, Any]) -> None:
-    """Raises ValueError for a key of zero_optimization that asks for what is not priced."""
+    """Raise ValueError for a key of zero_optimization that asks for something which is not priced."""
     for key, reason in _ZERO_REFUSED.items():
         value = zero.get(key)
         unset = value is None or value is False or (value in (1, -1) and value is not True) or value == {}
@@ -194,8 +195,8 @@ def _refuse_in_zero(zero: Mapping[str, Any]) -> None:
 
 
 def _batch_sizes(document: Mapping[str, Any], data: int) -> tuple[int | None, int | None, int | None]:
-    """(samples of a GPU's micro-batch, micro-batches of a step, samples of a step on all GPUs), None for what is left
-    open. data: number of data ranks. Raises ValueError where the first two times `data` are not the third."""
+    """(samples of a GPU's micro-batch, micro-batches of a step, samples of a step on all GPUs), each None if it is left
+    open. data: number of data ranks. Raises ValueError unless the first two times `data` are the third."""
     micro, steps, batch = (
         None if document.get(key) in (None, _AUTO) else number(document, key, 1)
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
@@ -218,7 +219,7 @@ def _batch_sizes(document: Mapping[str, Any], data: int) -> tuple[int | None, in
 
 
 def _with_today_s_bf16(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration with bf16 under its name of today. Raises ValueError where both names say different things."""
+    """The configuration with bf16 under its present name. Raises ValueError if the two names have different values."""
     if _OLD_BF16 not in document:
         return document
     old, new = (mapping(document, name).get("enabled", False) for name in (_OLD_BF16, "bf16"))
@@ -229,7 +230,7 @@ def _with_today_s_bf16(document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read_tensor(section: Mapping[str, Any]) -> int:
-    """Tensor ranks of AutoTP. Raises ValueError where its two sizes differ."""
+    """Number of tensor ranks of AutoTP. Raises ValueError if its two keys differ."""
     size = number(section, "autotp_size", 1, least=0) or 1
     inner = mapping(section, "tp")
     if "tp_size" in inner and number(inner, "tp_size", 1) != size:
@@ -241,7 +242,7 @@ def _read_tensor(section: Mapping[str, Any]) -> int:
 
 
 def _read_precision(document: Mapping[str, Any]) -> tuple[Precision, tuple[tuple[str, str], ...]]:
-    """(the precision that is enabled, what to ask for where the Trainer's flags decide)."""
+    """(the precision that is enabled, what to ask the user if the Trainer's flags decide it)."""
     names: tuple[Precision, ...] = ("bf16", "fp16")
     asked = [name for name in names if mapping(document, name).get("enabled") == _AUTO]
     enabled = [name for name in names if mapping(document, name).get("enabled") is True]
@@ -262,7 +263,7 @@ def _read_precision(document: Mapping[str, Any]) -> tuple[Precision, tuple[tuple
 def _trainer_rules(
     document: Mapping[str, Any], micro: int | None, steps: int | None, batch: int | None
 ) -> tuple[tuple[str, int, str], ...]:
-    """What TrainingArguments have where nobody says it, for sizes that are "auto"."""
+    """(field of Layout, value, reason) for sizes that are "auto": defaults of TrainingArguments."""
     found: list[tuple[str, int, str]] = []
     if micro is None and document.get("train_micro_batch_size_per_gpu") == _AUTO:
         rule = (
@@ -277,7 +278,8 @@ def _trainer_rules(
 
 
 def _read_optimizer(document: Mapping[str, Any]) -> bool | None:
-    """Whether the optimizer is plain SGD; None if the script makes it. Raises ValueError for one of another cost."""
+    """Whether the optimizer is plain SGD; None if the script makes it. Raises ValueError for optimizers whose cost is
+    not known."""
     kind = mapping(document, "optimizer").get("type")
     if kind is None:
         return None

@@ -1,8 +1,8 @@
 """A Plan as settings of other training frameworks: Megatron-LM, torchtitan, Accelerate (FSDP2) and DeepSpeed.
 
-What a target cannot say is never left out in silence. It is refused where the target would need more memory than the
-plan, or train other layers on other ranks; it is dropped aloud, as one of `Export.notes`, where the target only takes
-another time, or where code has to say it. Versions: targets.py.
+What a target's settings cannot express is never left out silently. The export is refused if the target would need more
+memory than the plan, or would train other layers on other ranks. It is left out, with one of `Export.notes` on it, if
+the target only takes a different time, or if it has to be done in code. Versions: targets.py.
 """
 
 import json
@@ -23,27 +23,28 @@ from .targets import NAMES, TARGETS, VERSIONS, Target
 from .torchtitan import torchtitan_words
 
 EXPORTED = "from a Meshwright plan"
-"""What every exported file says in its first line of words."""
+"""Words that stand in the first line of every exported file."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """Settings of a target. `words`: its command-line arguments; `document`: its file's content; one of them is empty.
-    `notes`: what of the plan the settings do not say, a sentence each."""
+    """Settings for a target. `words`: its command-line arguments; `document`: the content of its file; one of the two
+    is empty. `notes`: one sentence for each feature of the plan that the settings do not express."""
 
     target: Target
     words: tuple[str, ...] = ()
     document: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     text: str = ""
-    """What goes into a file: the settings, below a header that names versions, plan and notes."""
+    """Content of the file: the settings, after a header with versions, plan and notes."""
 
     def __str__(self) -> str:
         return self.text
 
 
 def export(plan: Plan, target: str) -> Export:
-    """The plan for a target of TARGETS. Raises ValueError for what the target cannot do, with a way out."""
+    """The plan as settings of a target from TARGETS. Raises ValueError, with a way out, for what the target cannot
+    do."""
     if target not in TARGETS:
         raise ValueError(f"cannot export to {target!r}: choose {', '.join(TARGETS)}")
     chosen: Target = next(name for name in TARGETS if name == target)
@@ -56,7 +57,7 @@ def export(plan: Plan, target: str) -> Export:
 
 
 def _takes(plan: Plan, target: Target) -> bool:
-    """Whether a target can say a plan."""
+    """Whether a target's settings can express a plan."""
     try:
         _exported(plan, target)
     except ValueError:
@@ -113,8 +114,8 @@ def _refuse_everywhere(plan: Plan, target: Target) -> None:
 
 
 def _adapters_notes(plan: Plan) -> list[str]:
-    """What the model has to be. A base in 4 bits is kept in numbers of the compute dtype, which shards can be cut of
-    (bitsandbytes' documentation, FSDP-QLoRA)."""
+    """Notes on what the model must be: it has adapters, or a base in 4 bits. Such a base is stored in elements of the
+    compute dtype, which can be sharded (bitsandbytes' documentation, FSDP-QLoRA)."""
     adapters, notes = plan.model.source.partition(LORA)[2], []
     if adapters:
         notes = [f"the adapters ({adapters}), which the model must have: with all of it trained it needs more memory"]
@@ -128,7 +129,7 @@ def _adapters_notes(plan: Plan) -> list[str]:
 
 
 def _header(plan: Plan, target: Target, notes: list[str]) -> list[str]:
-    """What this is, for which plan, and every note."""
+    """Lines that say what the file is, for which plan, and every note."""
     device, found = plan.cluster.device.name, plan.prediction
     step = "" if found is None else f"; predicted {format_seconds(found.step_time_s)} a step, {plan.training.software}"
     return [
@@ -144,7 +145,7 @@ def _comment(lines: list[str]) -> str:
 
 
 def _command_line(plan: Plan, target: Target, words: list[str], notes: list[str], program: str) -> str:
-    """A shell file that sets an array of arguments."""
+    """Text of a shell file that sets an array of arguments."""
     machines, each = plan.cluster.num_machines, plan.cluster.devices_per_machine
     lines: list[str] = []
     for word in words:
@@ -157,7 +158,7 @@ def _command_line(plan: Plan, target: Target, words: list[str], notes: list[str]
 
 
 def _yaml(document: Settings) -> str:
-    """A mapping of scalars and of mappings of scalars."""
+    """Text of a YAML file, from a mapping of scalars and of mappings of scalars."""
     lines = []
     for name, value in document.items():
         if isinstance(value, dict):
@@ -168,5 +169,5 @@ def _yaml(document: Settings) -> str:
 
 
 def _scalar(value: object) -> str:
-    """JSON is YAML, and quotes words such as no that YAML would read as something else."""
+    """A value as JSON, which is YAML, too; the quotes protect words like "no", which YAML would not read as text."""
     return json.dumps(value)

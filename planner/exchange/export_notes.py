@@ -1,4 +1,4 @@
-"""What the exporters share: the blocks of a plan by stage, and sentences on what a target does otherwise."""
+"""What exporters share: the blocks of a plan by stage, and notes on what a target does differently."""
 
 from collections import Counter
 from typing import Any, Literal
@@ -11,16 +11,17 @@ Settings = dict[str, Any]
 
 
 def with_sharded_optimizer(plan: Plan) -> str:
-    """The plan's degrees as a --setup whose shards are of the optimizer's state only."""
+    """The plan's degrees as a --setup in which only the optimizer's state is sharded."""
     degrees = plan.degrees
     named = {"tp": degrees.tensor, "pp": degrees.pipeline, "cp": degrees.context, "ep": degrees.expert}
     return f'--setup "{" ".join(f"{word}={degree}" for word, degree in named.items() if degree > 1)} zero=1"'
 
 
 class OtherTargetError(ValueError):
-    """What a target cannot say of a plan, where others can: which of them take this one is for `export` to find out.
+    """A feature of a plan that this target's settings cannot express, but those of others can. `export` finds out which
+    of them accept the plan.
 
-    found: what of the plan, and why not. others: targets that have words for it. instead: how to plan without it.
+    found: the feature, and why not. others: targets whose settings have it. instead: how to plan without it.
     """
 
     def __init__(self, found: str, others: tuple[Target, ...], instead: str) -> None:
@@ -29,14 +30,14 @@ class OtherTargetError(ValueError):
 
 
 def refuse_pipeline(plan: Plan, target: Target) -> None:
-    """Raises ValueError for a plan with a pipeline, for targets whose settings say none."""
+    """Raise ValueError for a plan with a pipeline, for targets without pipelines in their settings."""
     if plan.degrees.pipeline > 1:
         found = f"pipeline={plan.degrees.pipeline}: {NAMES[target]} has stages in code, not in its settings"
         raise OtherTargetError(found, ("megatron", "torchtitan"), "plan with --pin pipeline=1")
 
 
 def row_of(plan: Plan, target: Target) -> BlockRow:
-    """The plan's row of blocks. Raises ValueError for a model that is none."""
+    """The plan's row of blocks. Raises ValueError if the model is not made of one."""
     row = block_row(plan.layers)
     if row is None:
         found = f"{plan.model.name} is no single row of numbered blocks, which is what {NAMES[target]} builds"
@@ -45,8 +46,8 @@ def row_of(plan: Plan, target: Target) -> BlockRow:
 
 
 def blocks_by_stage(plan: Plan, row: BlockRow, target: Target) -> tuple[int, ...]:
-    """Blocks of each stage. Raises ValueError where layers before or after the blocks are on other stages than the
-    first and the last."""
+    """Number of blocks on each stage. Raises ValueError if layers before the blocks are not on the first stage, or
+    layers after them not on the last."""
     counts, place = [], 0
     for index, stage in enumerate(plan.stages):
         places = range(place, place + len(stage.layers))
@@ -66,8 +67,9 @@ def blocks_by_stage(plan: Plan, row: BlockRow, target: Target) -> tuple[int, ...
 def recomputed_blocks(
     plan: Plan, row: BlockRow, target: Target, notes: list[str]
 ) -> tuple[Recompute, tuple[int, ...], tuple[int, ...]]:
-    """(kind, blocks of each stage that recompute, blocks of each stage). What else recomputes is noted, and that blocks
-    which recompute in several ways all do so in full, the way that holds least."""
+    """(kind of recompute, number of blocks on each stage that recompute, number of blocks on each stage). If blocks
+    recompute in several ways the kind is "full", which holds least, and a note says so. Notes also name other layers
+    that recompute."""
     counts, sizes, others, place = [], [], [], 0
     ways: Counter[Recompute] = Counter()
     for stage in plan.stages:
@@ -89,7 +91,8 @@ def recomputed_blocks(
 
 
 def kept_note(plan: Plan, target: Target) -> list[str]:
-    """That some layers keep their parameters gathered, for targets in which all give them back."""
+    """A note that some layers keep their parameters gathered, for targets in which all layers give them back; empty if
+    none does."""
     kept = sum(not layer.reshard for layer in plan.layers if layer.parameters)
     return [
         f"{kept} of {len(plan.layers)} layers keep their parameters gathered in the plan; {NAMES[target]} gives "
@@ -98,7 +101,8 @@ def kept_note(plan: Plan, target: Target) -> list[str]:
 
 
 def sync_note(plan: Plan, target: Target) -> list[str]:
-    """That gradients are reduced once a step, for targets that do after every micro-batch."""
+    """A note that gradients are reduced once a step, for targets that reduce them after every micro-batch; empty if
+    they are not."""
     return [
         f"the plan reduces gradients once, after {plan.num_microbatches} micro-batches; {NAMES[target]} does after "
         "each: less memory, more time"
@@ -106,12 +110,12 @@ def sync_note(plan: Plan, target: Target) -> list[str]:
 
 
 def ordered(plan: Plan, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """Those of the axes that split anything."""
+    """Those of the axes whose degree is above 1, in the same order."""
     return tuple(axis for axis in axes if plan.degrees.of(axis) > 1)
 
 
 def order_note(plan: Plan, target: Target) -> str:
-    """That ranks lie in another order than the target's."""
+    """A note that the plan arranges ranks in another order than the target."""
     return (
         f"the plan orders ranks {' > '.join(ordered(plan, plan.mesh_axes))}, outermost first; {NAMES[target]} orders "
         f"them {' > '.join(ordered(plan, AXES))}: other links carry the traffic"
@@ -119,7 +123,7 @@ def order_note(plan: Plan, target: Target) -> str:
 
 
 def whole_layers_notes(plan: Plan) -> list[str]:
-    """Layers that stay whole in the plan, or parts of them, though the target may cut them."""
+    """Notes on layers, or parts of them, that stay whole in the plan though the target may cut them."""
     if plan.degrees.tensor == 1:
         return []
     cut = {c.name for c in plan.classes if c.cuts}
@@ -133,11 +137,11 @@ def whole_layers_notes(plan: Plan) -> list[str]:
 
 
 _MANY = 6
-"""Layers that are named; of more, only their number is said."""
+"""Most layers that a note names; the others are only counted."""
 
 
 def _whole_attention(plan: Plan) -> list[str]:
-    """Attention that stays whole in layers of which the rest is cut."""
+    """A note on attention that stays whole in layers whose other modules are cut; empty if there is none."""
     roots = _roots_without(plan, "attention")
     count = sum(any(name.startswith(f"{root}.") for name in plan.model.attention_modules) for root in roots)
     return [
@@ -147,7 +151,8 @@ def _whole_attention(plan: Plan) -> list[str]:
 
 
 def _whole_feed_forward(plan: Plan) -> list[str]:
-    """What lies beside attention and stays whole in layers whose attention is cut; experts are told of elsewhere."""
+    """A note on feed-forwards that stay whole in layers whose attention is cut; empty if there are none. Other notes
+    cover experts."""
     roots = _roots_without(plan, "mlp")
     count = sum(not any(name.startswith(f"{root}.") for name in plan.model.expert_modules) for root in roots)
     return [
@@ -157,7 +162,7 @@ def _whole_feed_forward(plan: Plan) -> list[str]:
 
 
 def _roots_without(plan: Plan, kind: Literal["attention", "mlp"]) -> list[str]:
-    """Modules of the layers whose cuts, of attention or feed-forward, are all of the other kind."""
+    """Module names of the layers that have cuts of attention or feed-forward, but none of this kind."""
     inner = {c.name: {cut.kind for cut in c.cuts} & {"attention", "mlp"} for c in plan.classes}
     others = {name for name, kinds in inner.items() if kinds and kind not in kinds}
     return [layer.root for layer in plan.layers if layer.layer_class in others and layer.root]

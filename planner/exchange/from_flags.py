@@ -1,4 +1,4 @@
-"""What the importers share: arguments and files of other frameworks as words, numbers and keys, checked by name."""
+"""What importers share: arguments and files of other frameworks as words, numbers and keys, with names checked."""
 
 import difflib
 import json
@@ -14,11 +14,11 @@ from ..plan.block_row import BlockRow
 from .targets import NAMES, Target
 
 _NEAR = 0.87
-"""Names this much alike (difflib's ratio) are taken for a typing mistake, not for another option."""
+"""Similarity (difflib's ratio) from which on an unknown name counts as a typing mistake for a known one."""
 
 
 def text_of(path: Path) -> str:
-    """What a file holds. Raises ValueError if that is no text."""
+    """Content of a text file. Raises ValueError if it is not text."""
     check_ends(path)
     try:
         return path.read_text()
@@ -27,7 +27,7 @@ def text_of(path: Path) -> str:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """A mapping from a YAML or JSON file. Raises ValueError if it is none."""
+    """The mapping in a YAML or JSON file. Raises ValueError if it holds none."""
     if not path.is_file():
         raise ValueError(f"no such file: {path}")
     once = _Once()
@@ -53,14 +53,14 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 class _Once:
-    """Makes mappings of keys and values, and remembers the first key that has two values, of which parsers take the
-    last."""
+    """Makes mappings from pairs of key and value, and remembers the first key that has two different values. (Parsers
+    would take the last value silently.)"""
 
     def __init__(self) -> None:
         self.problem = ""
 
     def __call__(self, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
-        """The mapping."""
+        """The mapping of these pairs."""
         found: dict[Any, Any] = {}
         for key, value in pairs:
             if key in found and found[key] != value:
@@ -72,11 +72,11 @@ class _Once:
 
 
 def _loader(yaml: Any, once: _Once) -> Any:
-    """PyYAML's safe loader, which shows `once` the keys of a mapping as they are written: merged ones may come
-    again."""
+    """PyYAML's safe loader, which passes the keys of each mapping to `once` as they are written: keys merged from
+    elsewhere may occur again."""
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Of plain data."""
+        """Safe loader that checks keys."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             written = [pair for pair in node.value if pair[0].tag != "tag:yaml.org,2002:merge"]
@@ -88,21 +88,21 @@ def _loader(yaml: Any, once: _Once) -> Any:
 
 
 def clash(said: Mapping[str, str], pairs: Iterable[tuple[str, str]], name: str) -> None:
-    """Raises ValueError that names both of two options of which a framework takes one. name: of the framework."""
+    """Raise ValueError that names both options of a pair of which the framework `name` takes only one."""
     for one, other in pairs:
         if one in said and other in said:
             raise ValueError(f"{_shown(one, said)} and {_shown(other, said)}: {name} takes one of them; leave out one")
 
 
 def idle(said: Mapping[str, str], needs: Iterable[tuple[str, str, bool]]) -> list[str]:
-    """What to say of options that do nothing. needs: (option, in words what it lacks, whether that is so)."""
+    """Notes on options that have no effect. needs: (option, in words what it lacks, whether it lacks it)."""
     return [
         f"{_shown(option, said)} has no effect {lacks}" for option, lacks, is_so in needs if is_so and option in said
     ]
 
 
 def twice(options: Iterable[tuple[str, str, str]]) -> list[str]:
-    """What to say of options that are given again with another value. options: (meaning, spelling, value) in order."""
+    """Notes on options that are given again with another value. options: (meaning, spelling, value) in order."""
     last: dict[str, tuple[str, str]] = {}
     found = []
     for meaning, spelled, value in options:
@@ -121,10 +121,10 @@ def _shown(option: str, said: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Flags:
-    """Options of a target that say a layout: those that take one whole number, one word (with the words that are
-    understood; (): any), several, or none. refused: options that change what a step costs and that no plan can say,
-    with the reason. left_out: options that change what a step costs a little, with what is priced instead, which is
-    said. Exports are checked against the same table."""
+    """Options of a target that describe a layout, by what they take: sizes one whole number, words one of the listed
+    words ((): any), lists several values, switches none. refused: option -> reason, for options that change the cost of
+    a step but that no plan can express. left_out: option -> what is priced instead, for options that change it a
+    little; a note says so. Exports are checked against the same table."""
 
     sizes: frozenset[str]
     words: Mapping[str, tuple[str, ...]]
@@ -135,24 +135,24 @@ class Flags:
 
     @property
     def known(self) -> frozenset[str]:
-        """Every option that is understood."""
+        """All options that are understood."""
         return self.sizes | self.words.keys() | self.switches | self.lists
 
     @property
     def spelled(self) -> frozenset[str]:
-        """Every option that there is something to say of."""
+        """All options on which something can be said: those that are understood, refused or left out."""
         return self.known | self.refused.keys() | self.left_out.keys()
 
 
 class Sizes:
-    """Whole numbers among what was said."""
+    """Reads whole numbers from options."""
 
     def __init__(self, said: Mapping[str, str], target: Target) -> None:
         self._said = said
         self._target = target
 
     def __call__(self, name: str, default: int = 1) -> int:
-        """The number said for an option; `default` where it is not there."""
+        """Value of an option as a number; `default` if the option is not given."""
         text = self._said.get(name, str(default))
         if not text.isdecimal() or int(text) < 1:
             flag = name if name.startswith("--") else f"--{name}"
@@ -161,7 +161,8 @@ class Sizes:
 
 
 def left_over(num_devices: int, used: int, what: str) -> int:
-    """Data ranks that degrees, which multiply to `used`, leave of the devices. Raises ValueError for a rest."""
+    """Number of data ranks left by degrees that multiply to `used`. Raises ValueError unless `used` divides the
+    devices."""
     data, rest = divmod(num_devices, used)
     if rest or not data:
         raise ValueError(
@@ -172,14 +173,14 @@ def left_over(num_devices: int, used: int, what: str) -> int:
 
 
 def check_known(name: str, known: Iterable[str]) -> None:
-    """Raises ValueError for a name that is nearly one that is understood."""
+    """Raise ValueError if a name is nearly, but not quite, a known one."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
     if near:
         raise ValueError(f"{name} is unknown; did you mean {near[0]}?")
 
 
 def grouped(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Options, each with the words up to the next option."""
+    """(option, words after it up to the next option) of each option."""
     found: list[tuple[str, list[str]]] = []
     for word in words:
         if word.startswith("--") and len(word) > 2:
@@ -193,7 +194,7 @@ def grouped(words: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def needed_row(row: BlockRow | None, profile: ModelProfile, pipeline: int) -> BlockRow:
-    """The row of blocks. Raises ValueError for a model without one, of which no flag can count blocks."""
+    """The row of blocks. Raises ValueError if the model has none, because flags cannot count its blocks then."""
     if row is None:
         raise ValueError(
             f"a pipeline of {pipeline}: the flags count blocks, and {profile.name} is no single row of them; plan it "
@@ -203,7 +204,8 @@ def needed_row(row: BlockRow | None, profile: ModelProfile, pipeline: int) -> Bl
 
 
 def stage_sizes(counts: Sequence[int], row: BlockRow | None) -> tuple[int, ...]:
-    """Layers of each stage: its blocks, on the first what comes before them, on the last what comes after."""
+    """Number of layers on each stage: its blocks, with what comes before the blocks on the first stage and what comes
+    after them on the last."""
     if not counts or row is None:
         return ()
     sizes = list(counts)
@@ -213,7 +215,8 @@ def stage_sizes(counts: Sequence[int], row: BlockRow | None) -> tuple[int, ...]:
 
 
 def unknown_keys(found: Mapping[str, Any], known: Iterable[str], target: Target, where: str) -> list[str]:
-    """Keys that are ignored. Raises ValueError for one that is nearly one that is understood."""
+    """Keys that are ignored. Raises ValueError for a key that is nearly a known one, or that the target would
+    refuse."""
     keys = set(known)
     strange = [key for key in found if key not in keys]
     for key in strange:
@@ -224,13 +227,13 @@ def unknown_keys(found: Mapping[str, Any], known: Iterable[str], target: Target,
 
 
 def mapping(found: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The section of a document under a key; an empty one if it is not there."""
+    """The section of a document under a key; empty if there is none."""
     value = found.get(key)
     return value if isinstance(value, Mapping) else {}
 
 
 def number(found: Mapping[str, Any], key: str, default: int, least: int = 1) -> int:
-    """The whole number under a key. Raises ValueError for anything else."""
+    """The whole number under a key, `default` if the key is missing. Raises ValueError for other values."""
     value = found.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{key}: {value}; give a whole number of at least {least}")

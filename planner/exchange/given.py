@@ -1,4 +1,5 @@
-"""Settings of other frameworks as they are given (a launch script, arguments, a file, a recipe), read into a Layout."""
+"""Settings of other frameworks in the form in which users have them (a launch script, arguments, a file, a recipe),
+read into a Layout."""
 
 import re
 from collections.abc import Mapping
@@ -33,8 +34,8 @@ _SWITCHES = frozenset(
 
 @dataclass(frozen=True)
 class Given:
-    """Settings that are read, before it is known on how many GPUs and for which model they are. num_devices: what they
-    say of that."""
+    """Settings that have been read, before the number of GPUs and the model are known. num_devices: number of GPUs by
+    the settings, None if they do not say."""
 
     kind: Kind
     command: Command
@@ -42,7 +43,8 @@ class Given:
     num_devices: int | None = None
 
     def layout(self, num_devices: int, profile: ModelProfile) -> Layout:
-        """What they say of a layout. Raises ValueError for what is wrong, not understood, open, or for other GPUs."""
+        """The layout that the settings describe. Raises ValueError for values that are wrong, not understood or open,
+        or for another number of GPUs."""
         if self.num_devices is not None and self.num_devices != num_devices:
             raise ValueError(
                 f"--gpus {num_devices}, but the settings start {self.num_devices} processes: leave out --gpus, or "
@@ -63,8 +65,8 @@ class Given:
 
 
 def read_given(kind: Kind, text: str, environment: Mapping[str, str] | None = None) -> Given:
-    """Settings from the words of a flag: arguments, or the path of a file. environment: for variables that a script
-    does not set (default: this process's). Raises ValueError for what cannot be read."""
+    """Settings from the value of a flag: arguments, or the path of a file. environment: variables for a script that
+    does not set them (None: those of this process). Raises ValueError for what cannot be read."""
     path = Path(text)
     if kind in ("accelerate", "deepspeed"):
         document = read_document(path)
@@ -85,14 +87,14 @@ def read_given(kind: Kind, text: str, environment: Mapping[str, str] | None = No
 
 
 def _titan_options(command: Command) -> list[str]:
-    """Options of a command of torchtitan that say a layout, as they are spelled there."""
+    """Those options of a torchtitan command that have open values and describe a layout, as spelled there."""
     spelled = list(command.open_values or {})
     known = {*TORCHTITAN.known, *TORCHTITAN.refused}
     return [name for name in spelled if renamed(name.removeprefix("--").replace("-", "_")) in known]
 
 
 def _titan(text: str, environment: Mapping[str, str] | None) -> Command:
-    """torchtitan's settings: arguments or a script, a TOML file, or a function of a configuration file."""
+    """torchtitan's settings, from arguments or a script, a TOML file, or a function of a configuration file."""
     function = _FUNCTION.fullmatch(text.strip())
     if function is not None:
         file, name, rest = Path(function[1]), function[2], function[3]
@@ -122,7 +124,8 @@ def _titan(text: str, environment: Mapping[str, str] | None) -> Command:
 
 
 def _joined(words: tuple[str, ...], waits: Mapping[str, tuple[str, ...]], command: Command, folder: Path) -> Command:
-    """A command whose own words come after those of a file, and count instead of them."""
+    """The command with the words of a file before its own, which take precedence. waits: option of the file -> what its
+    value waits for."""
     own = {word.partition("=")[0] for word in command.words if word.startswith("--")}
     left = {name: names for name, names in waits.items() if name not in own}
     mode = [word for word in command.words if word.startswith("activation_checkpoint:")]
@@ -132,7 +135,7 @@ def _joined(words: tuple[str, ...], waits: Mapping[str, tuple[str, ...]], comman
 
 
 def _spellings() -> set[str]:
-    """Options of torchtitan as a command line may spell them, under today's names and earlier ones."""
+    """All spellings of torchtitan's options on a command line, with present and earlier names."""
     names = {*TORCHTITAN.known, *TORCHTITAN.refused, "job.config_file", "job.config-file", "config_file", "config"}
     names |= {"training.batch_size", "training.data_parallel_degree", "training.tensor_parallel_degree"}
     names |= {"experimental.pipeline_parallel_degree", "experimental.context_parallel_degree", "training.compile"}

@@ -1,4 +1,5 @@
-"""A layout that another framework's settings say, as a Plan of ours: what they leave open is chosen at its best."""
+"""Makes a Plan from the layout that another framework's settings describe; what they leave open is chosen as well as
+possible."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,11 +30,12 @@ from .targets import NAMES, Target
 
 @dataclass(frozen=True)
 class Layout:
-    """What settings of `target` decide. None: not said, so the fastest choice that fits is taken.
+    """What settings of `target` decide. Fields that are None are not set; the fastest choice that fits is taken for
+    them.
 
-    reshard: which layers give gathered parameters back after forward; "inner" is all but those after the blocks.
-    sync_every: shards of gradients are reduced after every micro-batch. recomputed: blocks of each stage that are run
-    again, first ones first; None: all. stage_sizes: layers of each stage; (): all on one.
+    reshard: which layers give gathered parameters back after forward; "inner" is all except those after the blocks.
+    sync_every: gradients are reduced to shards after every micro-batch. recomputed: number of blocks on each stage that
+    recompute, the first ones; None: all. stage_sizes: number of layers on each stage; (): all on one.
     """
 
     target: Target
@@ -64,19 +66,19 @@ class Layout:
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     asks: tuple[tuple[str, str], ...] = ()
-    """(field that a launcher fills in, what to give for it): nothing is priced before it is said."""
+    """(field that a launcher fills in, what the user should give for it); nothing is priced before that is given."""
     defaults: tuple[tuple[str, int, str], ...] = ()
-    """(field, value, whose rule that is) of what a launcher fills in by a rule of its own."""
+    """(field, value, reason) of fields that a launcher fills in by a rule of its own."""
 
     @property
     def sharded_over(self) -> int:
-        """Ranks that parameters or optimizer state are sharded over."""
+        """Number of ranks that parameters or optimizer state are sharded over."""
         return self.data_shard * self.context
 
 
 @dataclass(frozen=True)
 class Said:
-    """What flags of ours say of the job, beside the settings; None: nothing."""
+    """What our own flags say of the job, beside the settings; None: nothing."""
 
     precision: Precision | None = None
     micro_batch: int | None = None
@@ -95,10 +97,10 @@ _FLAGS = {
 
 
 def with_flags(layout: Layout, said: Said) -> Layout:
-    """A layout with what flags say where its settings leave it open, and then with the rules of its launcher.
+    """The layout, with fields that its settings leave open set by our flags, and then by the rules of its launcher.
 
-    Raises ValueError where a flag contradicts the settings, naming both, and where the settings leave to a launcher
-    what has no rule and no flag says.
+    Raises ValueError if a flag contradicts the settings, and names both; also if a field is left to a launcher that has
+    no rule for it, and no flag sets it.
     """
     for name, flag in _FLAGS.items():
         mine, theirs = getattr(said, name), getattr(layout, name)
@@ -126,16 +128,17 @@ def with_flags(layout: Layout, said: Said) -> Layout:
 
 @dataclass(frozen=True)
 class Imported:
-    """A layout as a plan with its account; fits says whether every stage is within its budget."""
+    """A layout as a plan, with its estimate, which says whether it fits."""
 
     plan: Plan
     estimate: Estimate
 
 
 def imported(layout: Layout, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec) -> Imported:
-    """The plan of a layout for a model and a job; of what it leaves open the fastest that fits, else what needs least.
+    """The plan of a layout for a model and a job. Of what the layout leaves open the fastest choice that fits is taken;
+    if none fits, the one that needs least memory.
 
-    Raises ValueError where the layout does not go with the model, the cluster or the global batch.
+    Raises ValueError if the layout does not go with the model, the cluster or the global batch.
     """
     _check_legal(layout, profile, training)
     best: Imported | None = None
@@ -149,7 +152,7 @@ def imported(layout: Layout, profile: ModelProfile, cluster: ClusterSpec, traini
 
 
 def _rank(found: Imported) -> tuple[bool, float]:
-    """Sorts what fits first, the fastest before the others; of what does not fit, the smallest."""
+    """Sort key: plans that fit come first, by their step; then the others, by how much they exceed their budget."""
     if found.estimate.fits:
         return False, found.estimate.step_time_s
     return True, max(stage.over_bytes for stage in found.estimate.memory)
@@ -206,7 +209,7 @@ def plan_of(
     micro_batch: int,
     recompute: Recompute,
 ) -> Plan:
-    """The plan of a layout with a micro-batch and a recompute; ValueError where the numbers do not go together."""
+    """The plan of a layout with this micro-batch and recompute. Raises ValueError if its numbers do not go together."""
     count = training.global_batch // (layout.data_replicate * layout.data_shard) // micro_batch
     every = layout.sync_every and layout.sharded_over > 1 and count > 1
     row = block_row(profile.layers) or BlockRow(0, len(profile.layers), 0)
@@ -247,7 +250,7 @@ def plan_of(
 def _options(
     layout: Layout, profile: ModelProfile, row: BlockRow, places: range, recompute: Recompute
 ) -> list[LayerOption]:
-    """Options of the layers at these places of the chain, which are one stage."""
+    """Options of the layers of one stage. places: their numbers in the chain."""
     begins = places.start
     if begins and begins not in legal_cuts(profile):
         raise ValueError(

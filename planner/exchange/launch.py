@@ -1,4 +1,5 @@
-"""The command that trains, found in a launch script or given as it is: its arguments, and on how many GPUs it runs."""
+"""Finds the command that trains in a launch script, or takes one as given: its arguments, and the number of GPUs that
+it runs on."""
 
 import os
 import re
@@ -18,9 +19,9 @@ _IN_ALL = ("--num_processes",)
 
 @dataclass(frozen=True)
 class Command:
-    """The arguments of a program that trains. num_devices: GPUs of its launcher, None if that is not said or open;
-    open_values: option -> what its value waits for; notes: what of the script is not read, or came from outside;
-    folder: where files that it names lie."""
+    """Arguments of a program that trains. num_devices: GPUs that its launcher starts, None if not known. open_values:
+    option -> what its value waits for. notes: what was not read in the script, or came from outside. folder: where
+    files lie that it names."""
 
     words: tuple[str, ...]
     num_devices: int | None = None
@@ -29,7 +30,7 @@ class Command:
     folder: Path = Path()
 
     def needed(self, options: Collection[str]) -> None:
-        """Raises ValueError if one of these options, or several, wait for what only the running script knows."""
+        """Raise ValueError if the values of some of these options are known only when the script runs."""
         waits = {name: names for name, names in (self.open_values or {}).items() if name in options}
         if waits:
             each = "; ".join(f"{name} is {' and '.join(_words(names))}" for name, names in waits.items())
@@ -45,11 +46,12 @@ def _words(names: Iterable[str]) -> list[str]:
 def read_command(
     given: str, known: Collection[str], environment: Mapping[str, str] | None, switches: Collection[str]
 ) -> Command:
-    """The command in arguments, or in a file: a launch script, or nothing but arguments, such as `plan export` writes.
+    """The command that trains, from arguments, or from a file: a launch script, or only arguments, as `plan export`
+    writes them.
 
     known: options by which the command that trains is told from others; switches: those that take no value.
-    environment: for variables that a script does not set (None: this process's). Raises ValueError where no command
-    has any of the options.
+    environment: variables that a script does not set (None: those of this process). Raises ValueError if no command has
+    any of the options.
     """
     text: str = given
     file: Path | None = None
@@ -96,7 +98,8 @@ def _known(words: Sequence[str], known: Collection[str]) -> int:
 
 
 def _program_ends(words: Sequence[str], known: Collection[str]) -> int:
-    """Where the arguments of the training program begin: behind its file or module, else at the first known option."""
+    """Index at which the arguments of the training program begin: after its file or module, or else at the first known
+    option."""
     for place, word in enumerate(words):
         before = words[place - 1] if place else ""
         if word.endswith(".py") or (before == "-m" and not word.startswith(_LAUNCHERS)):
@@ -107,8 +110,9 @@ def _program_ends(words: Sequence[str], known: Collection[str]) -> int:
 def _opened(
     words: Sequence[str], known: Collection[str], switches: Collection[str]
 ) -> tuple[list[str], dict[str, tuple[str, ...]], list[str]]:
-    """(the words, option -> what its value waits for, what may hold more arguments). A word of which nothing is known
-    is the value of an option that is known to take one and has none yet; else it may hold anything."""
+    """(the words, option -> names that its value waits for, names of what may hold more arguments). A word of which
+    nothing is known is taken as the value of the option before it, if that is known to need one and has none; else it
+    may hold any arguments."""
     found: dict[str, tuple[str, ...]] = {}
     kept: list[str] = []
     more: list[str] = []
@@ -130,7 +134,7 @@ def _opened(
 
 
 def _devices(launcher: Sequence[str], script: Script) -> int | None:
-    """GPUs that a launcher is told, or that Slurm's lines give."""
+    """Number of GPUs by the options of a launcher or by #SBATCH lines; None if not known."""
 
     def said(options: Sequence[str]) -> str | None:
         for place, word in enumerate(launcher):

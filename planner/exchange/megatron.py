@@ -1,4 +1,4 @@
-"""Plans as arguments of Megatron-LM, and its arguments as a Layout: one table of options for both ways."""
+"""Plans as arguments of Megatron-LM, and its arguments as a Layout; one table of options serves both ways."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -47,10 +47,10 @@ _SIZES = frozenset(
 )
 
 FEED_FORWARD = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
-"""Names under which models have the part of a block that --recompute-modules calls mlp, or moe."""
+"""Names that models have for the part of a block that --recompute-modules calls mlp, or moe if it has experts."""
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""--data-parallel-sharding-strategy of Megatron FSDP, by ZeRO stage."""
+"""[ZeRO stage] -> --data-parallel-sharding-strategy of Megatron FSDP."""
 
 _WORDS: dict[str, tuple[str, ...]] = {
     "--pipeline-model-parallel-layout": (),
@@ -113,7 +113,7 @@ _LEFT_OUT: dict[str, str] = {
     "--fp8-param-gather": "parameters are priced as gathered in bf16, at twice the bytes",
     "--defer-embedding-wgrad-compute": "the head's weight gradients are priced where they fall due",
 }
-"""Options that are read, but not priced -> what is priced instead."""
+"""Option that is read, but not priced -> what is priced instead."""
 
 FLAGS = Flags(sizes=_SIZES, words=_WORDS, switches=_SWITCHES, refused=_REFUSED, left_out=_LEFT_OUT)
 """Megatron-LM's options as of megatron/training/arguments.py; see targets.py for the version."""
@@ -129,7 +129,7 @@ _PRECISION: dict[Precision, tuple[str, ...]] = {
 
 
 def megatron_words(plan: Plan, notes: list[str]) -> list[str]:
-    """Megatron-LM's arguments for a plan; what they do not say is added to the notes. Raises ValueError for what
+    """Megatron-LM's arguments for a plan. What they cannot express is added to `notes`. Raises ValueError for what
     Megatron-LM cannot do."""
     degrees, stage, row = plan.degrees, plan.zero_stage, row_of(plan, "megatron")
     pipelined = degrees.pipeline > 1
@@ -179,7 +179,7 @@ def megatron_words(plan: Plan, notes: list[str]) -> list[str]:
 
 
 def _cuts(plan: Plan, row: BlockRow) -> list[str]:
-    """Which stage holds which blocks: nothing where they are even, else the layout string."""
+    """Arguments that say which stage holds which blocks: none if stages are even, else the layout string."""
     degrees = plan.degrees
     if degrees.pipeline == 1:
         return []
@@ -190,7 +190,8 @@ def _cuts(plan: Plan, row: BlockRow) -> list[str]:
 
 
 def _experts(plan: Plan) -> list[str]:
-    """Where experts are: whole ones, also beside tensor parallelism, where Megatron-LM would cut each of them."""
+    """Arguments on experts. They stay whole; beside tensor parallelism that has to be said, as Megatron-LM would cut
+    each of them."""
     degrees = plan.degrees
     words = ["--expert-model-parallel-size", str(degrees.expert)] if degrees.expert > 1 else []
     if degrees.tensor == 1 or not plan.model.expert_modules:
@@ -204,7 +205,7 @@ def _experts(plan: Plan) -> list[str]:
 
 
 def _data(plan: Plan, stage: int, notes: list[str]) -> list[str]:
-    """How state is spread over data ranks, and what is hidden behind compute."""
+    """Arguments on how state is sharded over data ranks, and on what hides behind compute."""
     degrees = plan.degrees
     if degrees.data * degrees.context == 1:
         return []
@@ -258,7 +259,7 @@ def _recompute(plan: Plan, row: BlockRow, notes: list[str]) -> list[str]:
 
 
 def _module_of(plan: Plan, row: BlockRow, recompute: Recompute) -> str:
-    """What --recompute-modules calls the part that is recomputed. Raises ValueError where it has no name."""
+    """Name that --recompute-modules has for the part which is recomputed. Raises ValueError if it has none."""
     named = parts_of(recompute)
     blocks = [layer for place, layer in enumerate(plan.layers) if row.holds(place)]
     routed = [any(f"{bank}.".startswith(f"{x.root}.{named[0]}.") for bank in plan.model.expert_modules) for x in blocks]
@@ -272,7 +273,8 @@ def _module_of(plan: Plan, row: BlockRow, recompute: Recompute) -> str:
 
 
 def _part_of(module: str, profile: ModelProfile) -> Recompute:
-    """The recompute that a word of --recompute-modules means for a model. Raises ValueError where it means none."""
+    """The recompute that a word of --recompute-modules means for a model. Raises ValueError if the model has no such
+    part."""
     blocks = [c for c in profile.classes if any(part.name in FEED_FORWARD for part in c.parts)]
     names = {part.name for c in blocks for part in c.parts if part.name in FEED_FORWARD}
     routed = {any(f"{bank.module}.".startswith(f"{name}.") for bank in c.experts for name in names) for c in blocks}
@@ -282,7 +284,7 @@ def _part_of(module: str, profile: ModelProfile) -> Recompute:
 
 
 def _recomputes_first(plan: Plan, row: BlockRow) -> bool:
-    """Whether the blocks that recompute are the first ones of every stage."""
+    """Whether on every stage the blocks that recompute are its first ones."""
     place = 0
     for stage in plan.stages:
         again = [x.recompute != "none" for p, x in enumerate(stage.layers, place) if row.holds(p)]
@@ -295,7 +297,7 @@ def _recomputes_first(plan: Plan, row: BlockRow) -> bool:
 def read_megatron(words: Sequence[str], num_devices: int, profile: ModelProfile) -> Layout:
     """The layout of Megatron-LM arguments on a number of GPUs.
 
-    Raises ValueError that names the option that is wrong, not understood, or for another model.
+    Raises ValueError that names the option which is wrong, not understood, or for another model.
     """
     said, ignored, notes = _read_words(words)
     size = Sizes(said, "megatron")
@@ -361,11 +363,11 @@ _ONE_OF = (
     *(("--pipeline-model-parallel-layout", other) for other in (*_ENDS, *_COUNTED)),
     *itertools.product(_ENDS, _COUNTED),
 )
-"""Options that Megatron-LM refuses beside each other."""
+"""Pairs of options that Megatron-LM refuses together."""
 
 
 def _check_together(said: Mapping[str, str], tensor: int, context: int, pipeline: int) -> list[str]:
-    """What to say of options that do nothing. Raises ValueError that names two which contradict each other."""
+    """Notes on options that have no effect. Raises ValueError that names two options which contradict each other."""
     clash(said, _ONE_OF, "Megatron-LM")
     granularity = said.get("--recompute-granularity")
     if granularity == "full" and "--recompute-activations" in said:
@@ -399,7 +401,8 @@ def _check_together(said: Mapping[str, str], tensor: int, context: int, pipeline
 
 
 def _read_words(words: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    """(option -> its value, what is ignored, what is priced otherwise). Raises ValueError for refused options."""
+    """(option -> its value, options that are ignored, notes on options that are given twice or not priced). Raises
+    ValueError for options that are refused."""
     said: dict[str, str] = {}
     ignored: list[str] = []
     options = grouped(words)
@@ -429,7 +432,7 @@ def _read_words(words: Sequence[str]) -> tuple[dict[str, str], list[str], list[s
 
 
 def _read_zero(said: Mapping[str, str], size: Sizes, data: int, context: int) -> tuple[int, int]:
-    """(ZeRO stage, replicas of the shards)."""
+    """(ZeRO stage, number of replicas of the shards)."""
     replicas = size("--num-distributed-optimizer-instances")
     if data % replicas:
         raise ValueError(f"--num-distributed-optimizer-instances {replicas} does not divide {data} data ranks")
@@ -448,7 +451,7 @@ def _read_zero(said: Mapping[str, str], size: Sizes, data: int, context: int) ->
 
 
 def _check_experts(said: Mapping[str, str], size: Sizes, zero: int, profile: ModelProfile) -> None:
-    """Raises ValueError where experts are cut, or spread over ranks that share nothing else."""
+    """Raise ValueError if single experts are cut, or if ranks share experts but no optimizer state."""
     tensor, expert = size("--tensor-model-parallel-size"), size("--expert-model-parallel-size")
     each = size("--expert-tensor-parallel-size", tensor)
     if has_experts(profile) and each > 1:
@@ -464,13 +467,14 @@ def _check_experts(said: Mapping[str, str], size: Sizes, zero: int, profile: Mod
 
 
 def _read_precision(said: Mapping[str, str]) -> Precision:
-    """The first precision whose own option is there, the last one of its words: fp8 and fp4 come with --bf16."""
+    """The first precision whose own option is given, such as --fp8-format for fp8. fp8 and fp4 are looked for first,
+    because --bf16 is given with them, too."""
     own = {name: [word for word in words if word.startswith("--")][-1:] for name, words in _PRECISION.items()}
     return next(name for name, words in own.items() if said.keys() >= set(words))
 
 
 def _read_recompute(said: Mapping[str, str], size: Sizes, profile: ModelProfile) -> tuple[Recompute, int | None]:
-    """(kind, blocks of each stage that recompute or None for all)."""
+    """(kind of recompute, number of blocks on each stage that recompute; None: all)."""
     kind = "selective" if "--recompute-activations" in said else said.get("--recompute-granularity")
     if kind is None:
         return "none", None
@@ -492,7 +496,7 @@ def _read_recompute(said: Mapping[str, str], size: Sizes, profile: ModelProfile)
 def _read_blocks(
     said: Mapping[str, str], size: Sizes, pipeline: int, row: BlockRow | None, profile: ModelProfile
 ) -> tuple[int, ...]:
-    """Blocks of each stage, in the order of the chain; () without a pipeline."""
+    """Number of blocks on each stage, in the order of the chain; () without a pipeline."""
     ways = [
         name
         for name in (

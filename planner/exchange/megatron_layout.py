@@ -1,10 +1,11 @@
-"""Megatron-LM's --pipeline-model-parallel-layout: blocks of each stage, as its string and back."""
+"""Megatron-LM's --pipeline-model-parallel-layout: the string for blocks on each stage, and blocks read from the
+string."""
 
 from collections.abc import Iterable, Sequence
 
 
 def layout_string(counts: Sequence[int]) -> str:
-    """The string for so many blocks on each stage; embedding on the first, norm and head on the last."""
+    """The string for so many blocks on each stage, with the embedding on the first, and norm and head on the last."""
     stages = ["t" * count if count < 3 else f"t*{count}" for count in counts]
     stages[0] = "E" + stages[0]
     stages[-1] += "L"
@@ -12,7 +13,7 @@ def layout_string(counts: Sequence[int]) -> str:
 
 
 def parse_layout(text: str, pipeline: int, num_blocks: int) -> tuple[int, ...]:
-    """Blocks of each stage from a --pipeline-model-parallel-layout such as Et*3|(tt|)*4,L.
+    """Number of blocks on each stage, from a --pipeline-model-parallel-layout such as Et*3|(tt|)*4,L.
 
     Raises ValueError if it is malformed, holds another number of blocks, or has a stage with nothing on it.
     """
@@ -33,7 +34,7 @@ def parse_layout(text: str, pipeline: int, num_blocks: int) -> tuple[int, ...]:
 
 
 def _unrolled(text: str, where: str) -> str:
-    """(pattern)*N and x*N written out."""
+    """The text with (pattern)*N and x*N written out."""
     found, place = "", 0
     while place < len(text):
         item, place = text[place], place + 1

@@ -1,5 +1,6 @@
-"""Settings that are no command line, as the words of one: torchtitan's configuration functions and its old TOML files,
-recipes of NeMo and Megatron-Bridge. Python is read, never run: what is not a literal stays open, and is named."""
+"""Settings that are not a command line, as words of one: torchtitan's configuration functions and its earlier TOML
+files, recipes of NeMo and Megatron-Bridge. Python is read, but never run: what is not a literal stays open, and is
+named."""
 
 import ast
 import tomllib
@@ -25,14 +26,15 @@ _RENAMED = {
     "experimental.pipeline_parallel_split_points": "parallelism.pipeline_parallel_split_points",
     "experimental.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
 }
-"""torchtitan's options under the names of its earlier versions (0.1 and before it) -> those of today."""
+"""Name of a torchtitan option in version 0.1 or earlier -> its present name."""
 
 _MODES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Words of a command line; open_values: option -> what its value waits for; notes: what is not read."""
+    """Settings as words of a command line. open_values: option -> what its value waits for. notes: on what was not
+    read."""
 
     words: tuple[str, ...]
     open_values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -40,12 +42,12 @@ class Recipe:
 
 
 def renamed(name: str) -> str:
-    """Today's name of an option of torchtitan, without the leading --."""
+    """Present name of a torchtitan option, without the leading --."""
     return _RENAMED.get(name, name)
 
 
 def titan_toml(path: Path) -> Recipe:
-    """A TOML file of torchtitan, as it had them up to version 0.1. Raises ValueError if it is none."""
+    """Settings from a TOML file, which torchtitan had up to version 0.1. Raises ValueError if the file is not TOML."""
     try:
         found = parsed(tomllib.loads, text_of(path))
     except ValueError as error:
@@ -60,9 +62,10 @@ def titan_toml(path: Path) -> Recipe:
 
 
 def titan_function(path: Path, name: str) -> Recipe:
-    """A configuration function of torchtitan, as of version 0.2: what it passes to ...Config(...), and sets after that.
+    """Settings from a configuration function, which torchtitan has from version 0.2 on: what it passes to
+    ...Config(...), and what it sets after that.
 
-    Raises ValueError where the file has no such function.
+    Raises ValueError if the file has no such function.
     """
     functions = titan_functions(path)
     if name not in functions:
@@ -86,13 +89,14 @@ def titan_function(path: Path, name: str) -> Recipe:
 
 
 def titan_functions(path: Path) -> dict[str, ast.FunctionDef]:
-    """Functions of a file by name. Raises ValueError if it is no Python."""
+    """Name -> function, of the functions in a file. Raises ValueError if the file is not Python."""
     tree = _parsed(path)
     return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 def _parsed(path: Path) -> ast.Module:
-    """A file of Python, with its own constants (NAME = literal) in place of their names."""
+    """The syntax tree of a Python file, in which names of its constants (NAME = literal, set once) are replaced by
+    their values."""
     try:
         tree = ast.parse(text_of(path))
     except SyntaxError as error:
@@ -108,20 +112,20 @@ def _parsed(path: Path) -> ast.Module:
 
 
 class _Constants(ast.NodeTransformer):
-    """Puts constants in place of their names."""
+    """Replaces the names of constants by their values."""
 
     def __init__(self, known: Mapping[str, ast.expr]) -> None:
         self._known = known
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        """The constant where a name of one is read."""
+        """The constant, if the name of one is read; else the name itself."""
         if isinstance(node.ctx, ast.Load) and node.id in self._known:
             return ast.copy_location(self._known[node.id], node)
         return node
 
 
 def _calls_another(function: ast.FunctionDef, functions: Mapping[str, ast.FunctionDef]) -> str | None:
-    """The function of the same file whose result this one begins with."""
+    """Name of the function in the same file from whose result this one starts; None if it does not."""
     for node in ast.walk(function):
         called = node.value.func if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) else None
         if isinstance(called, ast.Name) and called.id in functions:
@@ -130,7 +134,7 @@ def _calls_another(function: ast.FunctionDef, functions: Mapping[str, ast.Functi
 
 
 def _settings(function: ast.FunctionDef) -> Iterator[tuple[str, Any]]:
-    """(section.key, value) in order; values that are no literals as expressions."""
+    """("section.key", value) in order. A value that is not a literal is given as its expression."""
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and any(k.arg in ("training", "parallelism") for k in node.keywords):
             for keyword in node.keywords:
@@ -158,7 +162,7 @@ def _section(name: str, value: ast.expr) -> Iterator[tuple[str, Any]]:
 
 
 def _dotted(node: ast.expr) -> list[str]:
-    """a.b.c as its names; [] for anything else."""
+    """The names in a.b.c; [] for other expressions."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.insert(0, node.attr)
@@ -167,7 +171,7 @@ def _dotted(node: ast.expr) -> list[str]:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a literal, or the expression itself; products of whole numbers count as literals."""
+    """Value of a literal, or of a product of whole numbers; for others the expression itself."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         left, right = _literal(node.left), _literal(node.right)
         return left * right if isinstance(left, int) and isinstance(right, int) else node
@@ -182,7 +186,7 @@ def _expression(value: ast.expr) -> str:
 
 
 def _titan_words(said: Mapping[str, Any]) -> Iterator[str]:
-    """Words of torchtitan's command line for its settings."""
+    """Words of torchtitan's command line for these settings."""
     mode = str(said.get("activation_checkpoint.mode", "")).lower()
     for name, value in said.items():
         section, _, last = name.rpartition(".")
@@ -246,14 +250,15 @@ _OPTIONS = {
     "activations_checkpoint_num_layers": "--recompute-num-layers",
     "fp8": "--fp8-format",
 }
-"""Settings of NeMo and Megatron-Bridge -> Megatron-LM's options."""
+"""Name of a setting in NeMo or Megatron-Bridge -> Megatron-LM's option."""
 
 _TELLING = ("parallel", "recompute", "checkpoint_granularity", "offload", "shard", "micro_batch", "global_batch")
-"""Parts of names that speak of a layout: settings with one of these that are not read are listed."""
+"""Parts of names that suggest a layout. Settings with such a name that are not read are listed in a note."""
 
 
 def nemo_recipe(path: Path) -> Recipe:
-    """A recipe of NeMo or Megatron-Bridge: Python, or a YAML or JSON configuration. Raises ValueError if it is none."""
+    """Settings from a recipe of NeMo or Megatron-Bridge: Python, or a YAML or JSON configuration. Raises ValueError if
+    the file is none."""
     if not path.is_file():
         raise ValueError(f"no such file: {path}")
     found = list(_python_settings(path)) if path.suffix == ".py" else list(_leaves(read_document(path)))
@@ -286,14 +291,14 @@ def nemo_recipe(path: Path) -> Recipe:
 
 
 def _precision(value: object) -> tuple[str, ...]:
-    """Megatron-LM's switches for a precision of NeMo: bf16, bf16-mixed, bf16_mixed, 16, 16-mixed, 32."""
+    """Megatron-LM's switches for a precision as NeMo spells it: bf16, bf16-mixed, bf16_mixed, 16, 16-mixed, 32."""
     word = ast.unparse(value) if isinstance(value, ast.expr) else str(value)
     low = word.lower()
     return ("--bf16",) if "bf16" in low or "bfloat16" in low else ("--fp16",) if "16" in low else ()
 
 
 def _python_settings(path: Path) -> Iterator[tuple[str, Any]]:
-    """(name, value) of every keyword, and of every assignment to an attribute, in the order of the file."""
+    """(name, value) of every keyword, entry of a dict, and assignment to an attribute, in the order of the file."""
     found: list[tuple[int, str, Any]] = []
     for node in ast.walk(_parsed(path)):
         if isinstance(node, ast.keyword) and node.arg is not None:
@@ -307,7 +312,8 @@ def _python_settings(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(node: ast.expr) -> Any:
-    """A literal, the text of a call or a name that says a precision, or the expression."""
+    """Value of a literal; name of a function that is called, if it suggests a precision; for others the expression
+    itself."""
     found = _literal(node)
     if isinstance(found, ast.Call):
         names = _dotted(found.func)
@@ -316,7 +322,7 @@ def _plain(node: ast.expr) -> Any:
 
 
 def _leaves(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(last key, value) of everything in a document; ${...} stays open."""
+    """(last key, value) of every entry of a document that is not a mapping; ${...} stays open."""
     for key, value in document.items():
         if isinstance(value, Mapping):
             yield from _leaves(value)

@@ -1,9 +1,10 @@
-"""Launch scripts as people have them, read without running them: the words of each command, variables filled in.
+"""Reads launch scripts without running them: the words of each command, with variables filled in.
 
-Reads what launch scripts are made of: variables with defaults and arithmetic, arrays, quotes, continued lines, if and
-case whose conditions are known, `bash -c` and `srun` around a command, and #SBATCH lines. What is only known when the
-script runs (the output of commands, variables from outside, what is set in a loop) stays open, by name, and is never
-guessed. No library is used: bashlex, the one parser of bash on PyPI, is under the GPL and expands nothing.
+It reads what launch scripts consist of: variables with defaults and arithmetic, arrays, quotes, continued lines, if and
+case with conditions that are known, `bash -c` and `srun` around a command, and #SBATCH lines. What is known only when
+the script runs (the output of commands, variables from outside, what is set in a loop) stays open: it is named, and
+never guessed. No library is used, because bashlex, the only parser of bash on PyPI, is under the GPL and expands
+nothing.
 """
 
 import ast
@@ -14,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _BEGIN, _END, _SPACE = "\ue000", "\ue001", "\ue002"
-"""Around the name of what is open, in a word; and for spaces inside of it, where it must not be split."""
+"""Marks before and after the name of something open in a word, and in place of spaces in that name, where a word must
+not be split."""
 
 _OPEN = re.compile(f"{_BEGIN}(.*?){_END}", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -23,22 +25,22 @@ _SBATCH = re.compile(r"^\s*#SBATCH\s+(.*)$", re.MULTILINE)
 _DECLARE = ("export", "readonly", "local", "declare", "typeset")
 _SEPARATORS = frozenset({"\n", ";", "&", "&&", "||", "|", "(", ")", ";;", "|&"})
 _MOST_NESTED = 8
-"""Strings inside of strings that are read as commands, at most."""
+"""Most levels of strings inside strings that are read as commands."""
 
 
 def open_names(word: str) -> list[str]:
-    """What of a word is only known when the script runs: names of variables, or commands as $(...)."""
+    """Names of what is known in a word only when the script runs: variables, or commands as $(...)."""
     return [name.replace(_SPACE, " ") for name in dict.fromkeys(_OPEN.findall(word))]
 
 
 def shown(word: str) -> str:
-    """A word as people write it, with ${NAME} for what is open."""
+    """A word as people write it, with ${NAME} in place of what is open."""
     named = _OPEN.sub(lambda m: m[1] if m[1].startswith("$") else f"${{{m[1]}}}", word)
     return named.replace(_SPACE, " ")
 
 
 def is_open(word: str) -> bool:
-    """Whether nothing of a word is known."""
+    """Whether all of a word is open."""
     return _OPEN.fullmatch(word) is not None
 
 
@@ -48,8 +50,8 @@ def _open(name: str) -> str:
 
 @dataclass
 class Script:
-    """What a script says: the words of each of its commands, its arrays and strings, what it took from outside, and
-    what it reads that is not read here."""
+    """What was read from a script: the words of each command, its variables and arrays, the variables taken from
+    outside, and the files that it sources, which are not read."""
 
     commands: list[tuple[str, ...]] = field(default_factory=list)
     values: dict[str, list[str]] = field(default_factory=dict)
@@ -58,7 +60,7 @@ class Script:
 
 
 def read_script(text: str, outside: Mapping[str, str] | None = None) -> Script:
-    """The commands of a shell script. outside: variables of the environment, for names that the script does not set.
+    """What a shell script says. outside: variables of the environment, for names that the script does not set.
 
     Raises ValueError for a quote or a bracket that is not closed.
     """
@@ -69,7 +71,7 @@ def read_script(text: str, outside: Mapping[str, str] | None = None) -> Script:
 
 
 def _of_slurm(text: str) -> dict[str, list[str]]:
-    """Variables that Slurm sets by the #SBATCH lines."""
+    """Variable -> value, of those that Slurm sets by #SBATCH lines."""
     said: dict[str, str] = {}
     for line in _SBATCH.findall(text):
         words = line.partition(" #")[0].split()
@@ -95,19 +97,19 @@ def _of_slurm(text: str) -> dict[str, list[str]]:
 
 @dataclass
 class _Branch:
-    """An if, case, loop or function that is open. holds: whether its commands run, None if that is not known; done:
-    whether a branch before did. subject: the word of a case."""
+    """An if, case, loop or function that has begun and not ended. holds: whether the commands read now run, None if not
+    known. done: whether an earlier branch of it ran. subject: the word that a case looks at."""
 
     kind: str
     holds: bool | None
     done: bool | None = False
     subject: str | None = None
     waits: bool = False
-    """Whether the next words are a pattern of a case."""
+    """Whether the next words are a pattern of this case."""
 
 
 class _Reader:
-    """Goes through a script from top to bottom, and keeps its variables."""
+    """Reads a script from top to bottom, and keeps its variables."""
 
     def __init__(self, outside: dict[str, str]) -> None:
         self.outside = outside
@@ -144,7 +146,7 @@ class _Reader:
             self._command(words, branches, depth)
 
     def _command(self, words: list[str], branches: list[_Branch], depth: int) -> None:
-        """One simple command, or a word of the language before it."""
+        """Read one simple command, or a keyword and what follows it."""
         while words:
             word = words[0]
             if word in ("then", "do", "{", "!", "time"):
@@ -179,7 +181,7 @@ class _Reader:
             self._simple(words, _runs(branches) is True, depth)
 
     def _pattern(self, branch: _Branch, words: list[str]) -> None:
-        """Whether a branch of a case is the one, by its pattern."""
+        """Set whether a branch of a case runs, by its pattern."""
         branch.waits = False
         patterns = [self._joined(word) for word in "".join(words).split("|")] if words else []
         if branch.subject is None or open_names(branch.subject):
@@ -203,7 +205,7 @@ class _Reader:
                 top.holds, top.done = found, top.done or found
 
     def _test(self, words: list[str]) -> bool | None:
-        """Whether a condition holds; None where that is not known."""
+        """Whether a condition holds; None if that is not known."""
         if not words or words[0] not in ("[", "[["):
             return None
         said = [self._joined(word) for word in words[1:] if word not in ("]", "]]")]
@@ -213,7 +215,7 @@ class _Reader:
         return (not found if turned else found) if found is not None else None
 
     def _simple(self, words: list[str], is_sure: bool, depth: int) -> None:
-        """Assignments, or a command with its words."""
+        """Read assignments, or a command with its words."""
         rest = words[1:] if words[0] in _DECLARE else words
         if words[0] in _DECLARE or all(_ASSIGNED.match(word) for word in words):
             for word in rest:
@@ -232,7 +234,7 @@ class _Reader:
             self._note(found, depth)
 
     def _note(self, found: list[str], depth: int) -> None:
-        """Keep a command, or what it hands to a shell."""
+        """Keep a command; if it is a shell that is given commands as a string, read those instead."""
         shells = [place for place, word in enumerate(found) if word.rpartition("/")[2] in ("bash", "sh", "eval")]
         for place in shells:
             after = found[place + 1 :]
@@ -257,11 +259,12 @@ class _Reader:
         self.script.values[name] = value if is_sure or value == known else [_open(name)]
 
     def _joined(self, raw: str) -> str:
-        """A word as one string, as on the right side of an assignment."""
+        """A word, expanded to one string, as on the right side of an assignment."""
         return " ".join(self._fields(raw, splits=False))
 
     def _fields(self, raw: str, splits: bool = True) -> list[str]:
-        """The words that a word of the script becomes: expanded, split where it is not quoted, without quotes."""
+        """The words that a word of the script expands to, without quotes; unquoted expansions are split at spaces if
+        `splits`."""
         found: list[str] = []
         here: str | None = None
         place = 0
@@ -302,7 +305,8 @@ class _Reader:
         return [*found, *([here] if here is not None else [])]
 
     def _quoted(self, text: str) -> list[str]:
-        """The words of what stands between double quotes: one, or those of an array; none of an empty array alone."""
+        """The words that text between double quotes expands to: one; those of an array; or none, for an empty array
+        alone."""
         found, place = [""], 0
         while place < len(text):
             letter = text[place]
@@ -328,7 +332,7 @@ class _Reader:
         return found
 
     def _value(self, text: str, place: int) -> tuple[list[str], int]:
-        """(what an expansion that begins here stands for, where it ends)."""
+        """(words that the expansion which begins at `place` stands for, index after its end)."""
         if text[place] == "`":
             end = text.index("`", place + 1)
             return [_open(f"$({text[place + 1 : end].strip()})")], end + 1
@@ -349,7 +353,7 @@ class _Reader:
         return ["$"], place + 1
 
     def _parameter(self, inner: str) -> list[str]:
-        """What ${...} stands for."""
+        """Words that ${...} stands for."""
         match = re.fullmatch(r"([A-Za-z_]\w*|\d)(\[[@*]\])?(?:(:?[-=+?])(.*))?", inner, re.DOTALL)
         if match is None:
             return [_open(f"${{{inner}}}")]
@@ -382,7 +386,7 @@ class _Reader:
         return [_open(name)] if known is None else known
 
     def _computed(self, expression: str) -> str:
-        """The number that $((...)) is, or what of it is open."""
+        """Value of $((...)), as text; names of what is open in it, if its value is not known."""
         text = re.sub(
             r"\$\{[^}]*\}|\$?[A-Za-z_]\w*",
             lambda m: self._joined(m[0]) if m[0][0] == "$" else "".join(self._variable(m[0])),
@@ -396,7 +400,8 @@ class _Reader:
 
 
 def _runs(branches: Sequence[_Branch]) -> bool | None:
-    """Whether commands inside of these branches run: not if one does not; not known if that of one is not."""
+    """Whether commands inside all of these branches run: False if one of the branches does not, None if that is not
+    known."""
     held = [branch.holds for branch in branches]
     return False if False in held else None if None in held else True
 
@@ -413,7 +418,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def _number(node: ast.expr) -> int:
-    """Value of whole numbers and + - * / %."""
+    """Value of an expression of whole numbers with + - * / % **. Raises ValueError for others."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -434,7 +439,7 @@ _COMPARED: dict[str, Callable[[int, int], bool]] = {
 
 
 def _tested(said: Sequence[str]) -> bool | None:
-    """Whether [ ... ] holds for words that are known; None for what is asked of files and the like."""
+    """Whether the condition in [ ... ] holds, for words that are all known; None for tests of files and the like."""
     match list(said):
         case ["-z", word]:
             return word == ""
@@ -450,7 +455,8 @@ def _tested(said: Sequence[str]) -> bool | None:
 
 
 def _tokens(text: str) -> Iterator[str]:
-    """Words as they are written, quotes and all, and what separates commands; without comments and here-documents."""
+    """Words as they are written, with their quotes, and what separates commands; without comments and
+    here-documents."""
     place, begin = 0, -1
     waiting: list[str] = []
 
@@ -499,14 +505,14 @@ def _tokens(text: str) -> Iterator[str]:
 
 
 def _after_word(text: str, place: int) -> int:
-    """Where the word that begins here ends."""
+    """Index after the end of the word that begins at `place`."""
     while place < len(text) and text[place] not in " \t\r\n;|()<>":
         place = _after(text, place) if text[place] in "'\"`\\$" else place + 1
     return place
 
 
 def _after(text: str, place: int) -> int:
-    """Where a quote, an escape or an expansion that begins here ends."""
+    """Index after the end of the quote, escape or expansion that begins at `place`."""
     letter = text[place]
     if letter == "\\":
         return place + 2
@@ -521,7 +527,7 @@ def _after(text: str, place: int) -> int:
 
 
 def _after_document(text: str, place: int, marks: Sequence[str]) -> int:
-    """Where the here-documents that begin here end."""
+    """Index after the here-documents that begin at `place`. marks: words that end them, in order."""
     for mark in marks:
         match = re.compile(rf"^\s*{re.escape(mark)}\s*$", re.MULTILINE).search(text, place)
         place = len(text) if match is None else match.end()
@@ -529,7 +535,7 @@ def _after_document(text: str, place: int, marks: Sequence[str]) -> int:
 
 
 def _closing(text: str, place: int) -> int:
-    """Where the double quote that begins here is closed."""
+    """Index of the quote that closes the double quote at `place`."""
     here = place + 1
     while here < len(text):
         if text[here] == '"':
@@ -544,7 +550,7 @@ def _closing(text: str, place: int) -> int:
 
 
 def _bracket(text: str, place: int) -> int:
-    """Where the bracket that begins here is closed."""
+    """Index of the bracket that closes the one at `place`."""
     opening = text[place]
     closing, depth, here = {"(": ")", "{": "}"}[opening], 0, place
     while here < len(text):
@@ -564,7 +570,7 @@ def _bracket(text: str, place: int) -> int:
 
 
 def _array(raw: str) -> list[str]:
-    """The words between the brackets of an array."""
+    """Words between the brackets of an array."""
     return [token for token in _tokens(raw[1:-1]) if token not in _SEPARATORS]
 
 

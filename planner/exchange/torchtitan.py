@@ -1,4 +1,4 @@
-"""Plans as flags of torchtitan, and its flags as a Layout: one table of options for both ways."""
+"""Plans as flags of torchtitan, and its flags as a Layout; one table of options serves both ways."""
 
 from collections.abc import Mapping, Sequence
 
@@ -72,7 +72,7 @@ _HARMLESS = frozenset(
         "spmd_backend",
     }
 )
-"""Flags of the section parallelism that do not change what is priced."""
+"""Flags in the section "parallelism" that do not change what is priced."""
 
 _REFUSED: dict[str, str] = {
     "training.enable_cpu_offload": "parameters and gradients on the host are not priced",
@@ -86,8 +86,8 @@ FLAGS = Flags(sizes=_SIZES, words=_WORDS, switches=_SWITCHES, refused=_REFUSED, 
 
 
 def torchtitan_words(plan: Plan, notes: list[str]) -> list[str]:
-    """torchtitan's flags for a plan; what they do not say is added to the notes. Raises ValueError for what torchtitan
-    cannot do."""
+    """torchtitan's flags for a plan. What they cannot express is added to `notes`. Raises ValueError for what
+    torchtitan cannot do."""
     degrees, training, stage = plan.degrees, plan.training, plan.zero_stage
     pipelined = degrees.pipeline > 1
     if training.precision not in _PRECISION:
@@ -160,7 +160,8 @@ def torchtitan_words(plan: Plan, notes: list[str]) -> list[str]:
 
 
 def _expert_notes(plan: Plan) -> list[str]:
-    """How experts beside tensor parallelism differ: torchtitan spreads them over tensor ranks, too, or cuts each."""
+    """Notes on experts beside tensor parallelism: torchtitan spreads them over tensor ranks, too, or cuts each of
+    them."""
     degrees = plan.degrees
     if degrees.tensor == 1 or not plan.model.expert_modules:
         return []
@@ -176,7 +177,8 @@ def _expert_notes(plan: Plan) -> list[str]:
 
 
 def _reshard(plan: Plan, notes: list[str]) -> str:
-    """always, never, or default: without a pipeline all but what comes after the blocks."""
+    """Value of torchtitan's flag for resharding: "always", "never", or "default", which without a pipeline reshards all
+    except the layers after the blocks."""
     layers, row = plan.layers, block_row(plan.layers)
     reshards = [layer.reshard for layer in layers]
     if not any(reshards):
@@ -207,7 +209,7 @@ def _recompute(plan: Plan, notes: list[str]) -> str:
 
 
 def _model_parts(plan: Plan, notes: list[str]) -> list[str]:
-    """Modules of each stage, with commas between them: torchtitan's own names where the model is one row of blocks."""
+    """Modules of each stage, joined by commas; with torchtitan's own names if the model is one row of blocks."""
     row = block_row(plan.layers)
     if row is None:
         parts = [[name for layer in stage.layers for name in layer.modules] for stage in plan.stages]
@@ -232,9 +234,9 @@ def _model_parts(plan: Plan, notes: list[str]) -> list[str]:
 
 
 def read_torchtitan(words: Sequence[str], num_devices: int, profile: ModelProfile) -> Layout:
-    """The layout of torchtitan's arguments on a number of GPUs; flags that are not there have torchtitan's defaults.
+    """The layout of torchtitan's arguments on a number of GPUs. Flags that are not given have torchtitan's defaults.
 
-    Raises ValueError that names the flag that is wrong or not understood.
+    Raises ValueError that names the flag which is wrong or not understood.
     """
     said, ignored, notes = _read_words(words)
     size = Sizes(said, "torchtitan")
@@ -305,7 +307,8 @@ def read_torchtitan(words: Sequence[str], num_devices: int, profile: ModelProfil
 
 
 def _check_experts(said: Mapping[str, str], tensor: int, expert: int, profile: ModelProfile) -> None:
-    """Raises ValueError where torchtitan cuts experts, or spreads them over ranks that hold the same tokens."""
+    """Raise ValueError if torchtitan would cut single experts, or spread experts over ranks that hold the same
+    tokens."""
     if tensor == 1 or not has_experts(profile):
         return
     if expert == 1:
@@ -321,7 +324,7 @@ def _check_experts(said: Mapping[str, str], tensor: int, expert: int, profile: M
 
 
 def _read_words(words: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    """(name -> its value, what is ignored, what to say of names that have two values)."""
+    """(name -> its value, flags that are ignored, notes on names that are given two values)."""
     values_of: list[tuple[str, str, str]] = []
     said: dict[str, str] = {}
     ignored: list[str] = []
@@ -380,7 +383,7 @@ def _read_stages(
     row: BlockRow | None,
     profile: ModelProfile,
 ) -> tuple[int, ...]:
-    """Layers of each stage; () without a pipeline."""
+    """Number of layers on each stage; () without a pipeline."""
     if pipeline == 1:
         return ()
     if "parallelism.module_fqns_per_model_part" in said:
@@ -404,7 +407,8 @@ def _read_stages(
 
 
 def _named_stages(parts: Sequence[str], row: BlockRow | None, profile: ModelProfile, pipeline: int) -> tuple[int, ...]:
-    """Layers of each stage from the names of their modules: blocks by number, others by the model's own names."""
+    """Number of layers on each stage, from the names of its modules: blocks by their number, others by the model's own
+    names."""
     names = [[name.strip("'\"[] ") for name in part.split(",")] for part in parts]
     if len(names) % pipeline:
         raise ValueError(

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shown:
-    """A titled table of words; the first row holds the headings."""
+    """A table of words with a title; columns from `numeric_from` on are aligned to the right."""
 
     title: str
     headings: tuple[str, ...]
@@ -19,7 +19,7 @@ class Shown:
     numeric_from: int = 1
 
     def rich(self) -> "Table":
-        """For rich's print."""
+        """The table for rich's print."""
         from rich import box
         from rich.table import Table
         from rich.text import Text
@@ -32,7 +32,7 @@ class Shown:
         return table
 
     def html(self) -> str:
-        """For a notebook's cell."""
+        """The table as HTML, for a notebook's cell."""
         head = self._cells("th", self.headings)
         body = "".join(f"<tr>{self._cells('td', row)}</tr>" for row in self.rows)
         caption = f'<caption style="text-align:left;font-weight:600">{escape(self.title)}</caption>'

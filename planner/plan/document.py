@@ -1,4 +1,4 @@
-"""Plan: all that the executor may know, as a versioned document; and what each rank holds of it."""
+"""Plan: a versioned document with all that the executor needs to know, and what each rank holds of it."""
 
 import math
 import re
@@ -29,13 +29,14 @@ Axis = Literal["pipeline", "data_replicate", "data_shard", "context", "tensor"]
 AXES: tuple[Axis, ...] = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 
 PARTS = "parts:"
-"""What the recompute of parts begins with."""
+"""Beginning of a `Recompute` that names parts of a layer."""
 
 _PART_NAMES = re.compile(rf"{PARTS}[^\s+]+(\+[^\s+]+)*")
 
 
 def known_recompute(value: str) -> str:
-    """The value, if it is a kind of recompute or names parts none of which lies inside of another; else ValueError."""
+    """The value, if it is a kind of recompute, or names parts of which none lies inside another. Raises ValueError
+    otherwise."""
     if value in EXECUTABLE_RECOMPUTES:
         return value
     if not _PART_NAMES.fullmatch(value):
@@ -48,39 +49,41 @@ def known_recompute(value: str) -> str:
 
 
 Recompute = Annotated[str, AfterValidator(known_recompute)]
-"""What backward runs again: none; attention, from scores to output; selective, all but matmuls and attention; full; or
-"parts:NAME+NAME", whole submodules of the layer by their names in it, in the order in which the profile lists them."""
+"""What backward computes again. none; attention: from scores to output; selective: all but matmuls and attention; full;
+or "parts:NAME+NAME": whole submodules of the layer, by their names in it, in the order in which the profile lists
+them."""
 
 
 def parts_of(recompute: Recompute) -> tuple[str, ...]:
-    """The submodules of a layer that run again as a whole each; () where it is a kind of its own."""
+    """Names of the submodules that a recompute runs again; () unless it is one of parts."""
     return tuple(recompute.removeprefix(PARTS).split("+")) if recompute.startswith(PARTS) else ()
 
 
 def parts_in_words(recompute: Recompute) -> str:
-    """The parts by their names, for people; empty where it is a kind of its own."""
+    """Names of the parts, for people to read; empty unless the recompute is one of parts."""
     return " + ".join(parts_of(recompute))
 
 
 def recompute_of_parts(parts: Sequence[str]) -> Recompute:
-    """The recompute that runs these submodules of a layer again; none for no part."""
+    """The recompute of these submodules of a layer; "none" if there are none."""
     return PARTS + "+".join(parts) if parts else "none"
 
 
 ContextKind = Literal["ring", "all_to_all", "all_gather"]
-"""How ranks that hold parts of one sequence attend to each other: keys and values go round, hidden behind attention;
-all change between parts of the sequence and heads (Ulysses); or each gathers all keys and values (Llama 3)."""
+"""How ranks that hold parts of one sequence attend to each other. ring: keys and values go round, hidden behind
+attention. all_to_all: queries, keys and values change from parts of the sequence to heads, and the output back
+(Ulysses). all_gather: each rank gathers all keys and values (Llama 3)."""
 
 CONTEXT_NAMES: dict[ContextKind, str] = {"ring": "ring", "all_to_all": "all-to-all", "all_gather": "all-gather"}
 
 GroupAxis = Axis | Literal["expert"]
-"""A mesh axis, or the groups over which experts are spread, which run along other axes."""
+"""A mesh axis, or "expert": the groups over which experts are spread, which run along other axes."""
 
 KEPT_ON_DEVICE: tuple[Recompute, ...] = ("attention", "selective")
-"""Kinds of recompute that hold what they keep themselves, where nothing brings it to the host."""
+"""Kinds of recompute that store what they keep by themselves, where no hook can move it to the host."""
 
 EXECUTABLE_RECOMPUTES: tuple[Recompute, ...] = ("none", "attention", "selective", "full")
-"""Kinds of recompute beside that of parts."""
+"""All kinds of recompute except those of parts."""
 
 
 class Degrees(Frozen):
@@ -101,17 +104,18 @@ class Degrees(Frozen):
 
     @property
     def data(self) -> int:
-        """Ranks that see different samples."""
+        """Number of ranks that see different samples."""
         return self.data_replicate * self.data_shard
 
     @property
     def sharded_over(self) -> int:
-        """Ranks that parameters are sharded over: those of data_shard, each with the context ranks of its samples."""
+        """Number of ranks that parameters are sharded over: those of data_shard, times the context ranks that share
+        their samples."""
         return self.data_shard * self.context
 
     @property
     def rank_noun(self) -> str:
-        """How people call a pipeline rank: by its stage, where it holds one."""
+        """How people call a pipeline rank: "stage" if it holds one."""
         return "stage" if self.virtual_stages == 1 else "rank"
 
     def of(self, axis: Axis) -> int:
@@ -121,7 +125,7 @@ class Degrees(Frozen):
 
 
 def layout_name(degrees: Degrees, schedule: Schedule, sequence: bool, context_kind: ContextKind) -> str:
-    """How people call a layout: DDP, FSDP, HSDP 2x4, TP 4, PP 2, joined by ' + '."""
+    """How people call a layout: DDP, FSDP, HSDP 2x4, TP 4, PP 2 and so on, joined by " + "."""
     names = []
     if degrees.data_shard > 1:
         hybrid = f"HSDP {degrees.data_replicate}x{degrees.data_shard}"
@@ -154,18 +158,19 @@ class LayerPlan(Frozen):
 
 
 class Stage(Frozen):
-    """Consecutive layers that one pipeline coordinate holds, or one chunk of it, where it has several.
+    """Consecutive layers that one pipeline coordinate holds; one chunk of them, if it has several.
 
-    Of equal neighbours those come first whose backward passes through most beyond what they keep: fully recomputed
-    ones, then those that recompute less, then those that keep everything. Their backward comes last, when least is
-    there. That is how the search orders them; the executor does with each layer what the layer says.
+    The search puts those of several equal layers first that hold most during their backward beyond what they keep:
+    fully recomputed ones, then those that recompute less, then those that keep everything. The backward of the first
+    layers comes last, when least is held. The executor does with each layer what the layer says, in any order.
     """
 
     layers: tuple[LayerPlan, ...] = Field(min_length=1)
 
 
 class ClassPlan(Frozen):
-    """How tensor parallelism cuts the layers of a class (empty cuts: not at all), and which experts are spread."""
+    """How tensor parallelism cuts the layers of a class (not at all, if cuts are empty), and which of its experts are
+    spread."""
 
     name: str
     cuts: tuple[TensorCut, ...] = ()
@@ -174,7 +179,7 @@ class ClassPlan(Frozen):
 
 
 class ModelReference(Frozen):
-    """Which model the plan is for."""
+    """The model that a plan is for."""
 
     name: str
     source: str
@@ -193,11 +198,11 @@ class ModelReference(Frozen):
 
 
 _SAME = 1e-6
-"""Relative: steps that are the same but for rounding."""
+"""Relative difference of two steps that may be due to rounding."""
 
 
 class Certificate(Frozen):
-    """What was proven, by whom, and how far the proof reaches: of simulated steps, within the space searched."""
+    """What the search has proven about simulated steps of all plans in the searched space, and how."""
 
     step_s: PositiveFloat = Field(description="seconds: the plan's simulated step")
     fastest_s: PositiveFloat = Field(description="seconds: the simulated step of the fastest plan that was found")
@@ -231,18 +236,18 @@ class Certificate(Frozen):
 
     @property
     def given_away(self) -> float:
-        """Share of the fastest step that the plan takes longer, for the sake of simplicity."""
+        """Share by which the plan's step is longer than the fastest found, because a simpler plan was preferred."""
         return self.step_s / self.fastest_s - 1.0
 
     @property
     def restriction(self) -> float | None:
-        """Share of the fastest step found without it that the restriction to a framework costs at least; None where
-        that was not looked for."""
+        """Share by which the fastest step is longer because only plans for a framework were searched; a lower bound.
+        None if plans without that restriction were not looked for."""
         return None if self.open_s is None else self.fastest_s / self.open_s - 1.0
 
 
 class Prediction(Frozen):
-    """The figures a plan was chosen by; estimate.py gives the whole account."""
+    """The predicted figures by which a plan was chosen; estimate.py gives all of them."""
 
     step_time_s: NonNegativeFloat
     tokens_per_s: NonNegativeFloat
@@ -257,12 +262,12 @@ class Prediction(Frozen):
     )
 
     def budget_of(self, position: int) -> float:
-        """Bytes that a plan may use of the devices of a pipeline coordinate."""
+        """Bytes that a plan may use on each device of a pipeline coordinate."""
         return self.stage_budget_bytes[position] if self.stage_budget_bytes else self.budget_bytes
 
 
 class MeasuredPlan(Frozen):
-    """What a plan really took where `plan tune` ran it, beside its prediction."""
+    """What a plan took when `plan tune` ran it, beside the prediction."""
 
     step_time_s: float = Field(description="median seconds of a step, over all turns that it took")
     spread: float = Field(description="half of the distance between the quartiles of a step, relative to the median")
@@ -285,7 +290,7 @@ class WeighedLayers(Frozen):
 
 
 class WeighedLayout(Frozen):
-    """What a layout that was weighed beside the plan decides: enough to make its plan again."""
+    """Choices of a layout that was weighed beside the plan: enough to make its plan again."""
 
     degrees: Degrees
     mesh_axes: tuple[Axis, ...]
@@ -302,7 +307,7 @@ class WeighedLayout(Frozen):
 
 
 class Alternative(Frozen):
-    """Another layout that was weighed beside the plan, with what became of it."""
+    """Another layout that was weighed beside the plan, and why it is not the plan."""
 
     label: str
     by_rule: bool = Field(default=False, description="what a rule of thumb leads to")
@@ -318,7 +323,8 @@ class Alternative(Frozen):
 
 
 class Plan(Document):
-    """A decided layout: degrees, schedule, and per layer the stage, recompute and resharding."""
+    """A decided layout: its degrees and schedule, and for each layer its stage, its recompute, and whether it
+    reshards."""
 
     made_by: ClassVar[str] = "plan MODEL -o {path}"
 
@@ -393,8 +399,8 @@ class Plan(Document):
         return self
 
     def _check_layers(self) -> None:
-        """Raises ValueError unless the stages hold the model's layers, each once and in order, and its tensors are of
-        layers that there are."""
+        """Raise ValueError unless the stages hold each of the model's layers once, in order, and crossing tensors
+        belong to layers that exist."""
         held = tuple(dict.fromkeys(name for layer in self.layers for name in layer.modules))
         if held != self.model.layer_modules:
             pairs = zip(held, self.model.layer_modules, strict=False)
@@ -414,19 +420,19 @@ class Plan(Document):
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether any class runs sequence-parallel between its tensor cuts."""
+        """Whether layers of any class run on slices of the sequence between their tensor cuts."""
         return any(c.sequence for c in self.classes)
 
     @property
     def token_axes(self) -> tuple[Axis, ...]:
-        """Axes along which ranks of a stage hold different tokens and share experts, outermost first. (Replicas of the
-        data hold different tokens, too, but all experts each.)"""
+        """Mesh axes, outermost first, along which ranks of a stage hold different tokens and share the experts.
+        (Replicas hold different tokens, too, but each has all experts.)"""
         spread = ("data_shard", "context", "tensor") if self.sequence_parallel else ("data_shard", "context")
         return tuple(axis for axis in self.mesh_axes if axis in spread)
 
     @property
     def experts_over(self) -> int:
-        """Ranks of a stage that hold different tokens, and share the experts between them."""
+        """Number of ranks of a stage that hold different tokens and share the experts."""
         return math.prod(self.degrees.of(axis) for axis in self.token_axes)
 
     def class_plan(self, name: str) -> ClassPlan:
@@ -439,7 +445,7 @@ class Plan(Document):
         return [layer for stage in self.stages for layer in stage.layers]
 
     def stages_of(self, position: int) -> tuple[int, ...]:
-        """Stages that a pipeline coordinate holds, in the order of its chunks."""
+        """Numbers of the stages that a pipeline coordinate holds, in the order of its chunks."""
         degrees = self.degrees
         chunks = range(degrees.virtual_stages)
         return tuple(stage_of(self.schedule, position, chunk, degrees.pipeline) for chunk in chunks)
@@ -450,7 +456,8 @@ class Plan(Document):
 
     @property
     def zero_stage(self) -> int:
-        """What data ranks share: 0 nothing, 1 optimizer state, 2 gradients, too, 3 parameters, too (FSDP)."""
+        """ZeRO stage, by what data ranks share: 0 nothing; 1 optimizer state; 2 also gradients; 3 also parameters
+        (FSDP)."""
         if self.degrees.sharded_over == 1:
             return 0
         if any(layer.reshard for layer in self.layers):
@@ -459,8 +466,8 @@ class Plan(Document):
 
     @property
     def label(self) -> str:
-        """How people call the layout, everywhere: that of its degrees, but ZeRO-1 or ZeRO-2 where all parameters stay
-        gathered, though each rank stores a shard of them, too."""
+        """How people call the layout, in all output: by its degrees; but ZeRO-1 or ZeRO-2 instead of FSDP if all
+        parameters stay gathered (each rank stores only a shard of them in these modes, too)."""
         layout = layout_name(self.degrees, self.schedule, self.sequence_parallel, self.context_kind)
         return layout if self.zero_stage in (0, 3) else layout.replace("FSDP ", f"ZeRO-{self.zero_stage} over ")
 
@@ -482,7 +489,7 @@ class Plan(Document):
         return self._table().html()
 
     def _table(self) -> Shown:
-        """The layout of a plan, a row for each stage."""
+        """Table of the plan's layout, with one row for each stage."""
         title = (
             f"{self.model.name} on {self.cluster.devices}: {self.label}, "
             f"micro-batch {self.micro_batch} x {self.num_microbatches}"
@@ -508,7 +515,7 @@ class Plan(Document):
 
 
 class Placement(Frozen):
-    """Where one rank sits and what it holds."""
+    """Host, device and layers of one rank."""
 
     rank: NonNegativeInt
     host: NonNegativeInt
@@ -519,7 +526,7 @@ class Placement(Frozen):
 
 
 def placement(plan: Plan, rank: int) -> Placement:
-    """Host, device, mesh coordinates and layers of a rank: the one place where they are derived."""
+    """Host, device, mesh coordinates and layers of a rank; no other code derives them."""
     host, device = plan.cluster.host_of(rank)
     coordinates = plan.coordinates(rank)
     stages = plan.stages_of(coordinates["pipeline"])
@@ -539,5 +546,5 @@ def placements(plan: Plan) -> Iterator[Placement]:
 
 
 def load_plan(path: Path) -> Plan:
-    """Read a plan document. Raises ValueError for broken, foreign or future-version files."""
+    """Read a plan document. Raises ValueError for a file that is damaged, no plan, or of a later version."""
     return Plan.load(path)

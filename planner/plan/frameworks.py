@@ -1,7 +1,7 @@
-"""Frameworks that plans may be made for, one declaration each: what of our plans a framework runs as it stands.
+"""Frameworks that plans may be made for. Each is one declaration of what it can run of our plans without changes.
 
-A plan inside of what is declared here exports to that framework (exchange/), which then does what the plan says. Blocks
-recompute alike, and nothing else recomputes: that is how all four are told. Versions: exchange/targets.py.
+A plan that keeps to a declaration exports to that framework (exchange/), which then does what the plan says. In all
+four, settings can only make all blocks recompute alike, and nothing but blocks. Versions: exchange/targets.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,12 @@ Target = Literal["megatron", "torchtitan", "accelerate", "deepspeed"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 
 DATA_OUTERMOST: tuple[Axis, ...] = ("data_replicate", "data_shard", "context", "pipeline", "tensor")
-"""Megatron-LM's other order of ranks, --use-tp-pp-dp-mapping; its usual one is that of AXES."""
+"""Megatron-LM's other order of the mesh axes, by --use-tp-pp-dp-mapping; its usual order is that of AXES."""
 
 
 class Zero(NamedTuple):
-    """When shards of gradients are reduced, and whether gathered parameters are given back after forward."""
+    """When gradients are reduced to shards ("every" micro-batch, or after the "last"), and whether gathered parameters
+    are given back after forward."""
 
     sync: Literal["every", "last"]
     reshard: bool
@@ -36,7 +37,7 @@ ZERO_1, ZERO_2, ZERO_3 = Zero("last", False), Zero("every", False), Zero("every"
 
 
 def _in_words(mode: Zero) -> str:
-    """What people call a way of sharding."""
+    """How people call this way of sharding."""
     if mode.reshard:
         return "zero=3" if mode.sync == "every" else "zero=3 with gradients reduced once a step"
     return "zero=2" if mode.sync == "every" else "zero=1"
@@ -44,7 +45,7 @@ def _in_words(mode: Zero) -> str:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a rule is asked about: a shape, of which micro-batch and schedule are open, for a model and a job."""
+    """What a rule looks at: a shape, whose micro-batch and schedule do not count, with its model and job."""
 
     shape: Shape
     profile: ModelProfile
@@ -52,18 +53,19 @@ class Asked:
 
 
 Rule = Callable[[Asked], str | None]
-"""Why a framework does not run a shape, in words, or None."""
+"""Function that returns, in words, why a framework does not run a shape; None if it does."""
 
 
 @dataclass(frozen=True)
 class Framework:
-    """What a framework runs of our plans.
+    """What a framework can run of our plans.
 
-    schedules: of pipelines, () if it has none. partly: a kind of recompute that may be that of the first blocks of each
-    stage only, as many of every stage. zero, zero_in_pipelines: how it shards state over data ranks. orders,
-    orders_with_context: of the mesh axes. in_rounds: interleaved schedules take micro-batches by the number of stages.
-    needs_blocks: models are one row of numbered blocks. offloads_optimizer: to the host, and it alone. packs: frozen
-    weights may be in 4 bits. rules: of how a model is split; data_rules: which of them depend on how data ranks are.
+    schedules: of pipelines; () if its settings have none. partly: the kind of recompute that may be restricted to the
+    first blocks of each stage, equally many in every stage. zero, zero_in_pipelines: ways to shard state over data
+    ranks. orders, orders_with_context: possible orders of the mesh axes. in_rounds: interleaved schedules need a number
+    of micro-batches that is a multiple of the pipeline degree. needs_blocks: models must be one row of numbered blocks.
+    offloads_optimizer: the optimizer, and nothing else, may be on the host. packs: frozen weights may be in 4 bits.
+    rules: on how a model is split; data_rules: on how data ranks go with that.
     """
 
     target: Target
@@ -88,16 +90,16 @@ class Framework:
 
     @cached_property
     def reshards(self) -> tuple[bool, ...]:
-        """Whether gathered parameters can be kept, given back, or both."""
+        """Possible choices of whether gathered parameters are given back: (False,), (True,) or both."""
         return tuple(sorted({mode.reshard for mode in (*self.zero, *self.zero_in_pipelines)}))
 
     @property
     def mixed(self) -> tuple[Recompute, ...]:
-        """What blocks may do where they need not recompute alike."""
+        """Kinds of recompute that blocks may choose from in the search, if they need not all have the same."""
         return self.recomputes if self.partly is None else ("none", self.partly)
 
     def as_told(self, plan: Plan, count: int) -> Plan:
-        """The plan in which the first `count` blocks of each stage recompute, and nothing else."""
+        """The plan with the recompute `partly` in the first `count` blocks of each stage, and none elsewhere."""
         row, place, stages = block_row(plan.layers), 0, []
         for stage in plan.stages:
             left, layers = count, []
@@ -110,7 +112,7 @@ class Framework:
         return plan.model_copy(update={"stages": tuple(stages)})
 
     def cannot_run(self, profile: ModelProfile, training: TrainingSpec) -> str | None:
-        """Why no layout of a model and a job runs, with a way out, or None."""
+        """Why the framework runs no layout of this model and job, with a way out; None if it runs some."""
         if self.needs_blocks and block_row(profile.layers) is None:
             others = " or ".join(f.target for f in FRAMEWORKS.values() if not f.needs_blocks)
             return (
@@ -124,7 +126,7 @@ class Framework:
         return None
 
     def recompute_rule(self, recompute: Recompute) -> str | None:
-        """Why a kind of recompute that is asked for cannot be told, or None."""
+        """Why the framework's settings cannot ask for a kind of recompute; None if they can."""
         if recompute in self.recomputes:
             return None
         asked = f"parts ({parts_in_words(recompute)})" if parts_in_words(recompute) else recompute
@@ -136,7 +138,8 @@ class Framework:
         sync: Literal["every", "last"] | None = None,
         reshard: bool | None = None,
     ) -> str | None:
-        """Why no pipeline runs with a schedule and state sharded like that, each None where it is open, or None."""
+        """Why the framework runs no pipeline with this schedule and this way of sharding state; None if it does.
+        Arguments that are None may take any value."""
         if not self.schedules:
             return f"pipeline: {self.name} has stages in code, not in its settings"
         if schedule is not None and schedule not in self.schedules:
@@ -147,7 +150,7 @@ class Framework:
         return f"data_shard: {self.name} takes {' or '.join(map(_in_words, modes))} beside a pipeline"
 
     def context_rule(self, kind: ContextKind | None) -> str | None:
-        """Why no context ranks attend to each other like that, or (None) in any way, or None."""
+        """Why the framework has no context parallelism of this kind (None: of any kind); None if it has."""
         if not self.contexts:
             return f"context: {self.name} has no context parallelism in its settings"
         if kind is None or kind in self.contexts:
@@ -155,8 +158,8 @@ class Framework:
         return f"context_kind={kind} is none of {self.name}'s: it takes {', '.join(self.contexts)}"
 
     def starts(self, profile: ModelProfile) -> list[int]:
-        """Layers before which a stage may begin: what comes before the blocks is on the first stage, what comes behind
-        them on the last. A model without such a row is cut at its children and items of its lists."""
+        """Layers before which a stage may begin. What comes before the blocks is on the first stage, what comes after
+        them on the last. A model without a row of blocks is cut only between its children and items of its lists."""
         if not self.schedules:
             return []
         row, starts = block_row(profile.layers), stage_starts(profile)
@@ -166,29 +169,30 @@ class Framework:
         return [] if deep else starts
 
     def schedule_rule(self, schedule: Schedule, pipeline: int, count: int) -> str | None:
-        """Why a schedule of `count` micro-batches does not run, or None."""
+        """Why a schedule does not run with `count` micro-batches; None if it does."""
         if self.in_rounds and schedule == "interleaved" and count % pipeline:
             return f"{self.name} interleaves micro-batches in groups of as many as there are stages"
         return None
 
     def split_rule(self, asked: Asked) -> str | None:
-        """Why a model is not split like that, however data ranks are used, or None."""
+        """Why a model cannot be split as in the shape, however data ranks are used; None if it can."""
         if asked.shape.pipeline > 1 and not self.schedules:
             return self.pipeline_rule()
         return next((found for rule in self.rules if (found := rule(asked)) is not None), None)
 
     def data_rule(self, asked: Asked) -> str | None:
-        """Why replicas and shards do not go with a split, or None."""
+        """Why the shape's replicas and shards do not go with its other degrees; None if they do."""
         return next((found for rule in self.data_rules if (found := rule(asked)) is not None), None)
 
     def may_lie(self, axes: Sequence[Axis], context: int) -> bool:
-        """Whether ranks may lie in this order of the axes that split anything."""
+        """Whether ranks may be arranged in this order of axes. axes: those with a degree above 1."""
         orders = self.orders_with_context if context > 1 else self.orders
         return any([axis for axis in order if axis in axes] == list(axes) for order in orders)
 
 
 def _whole(asked: Asked) -> str | None:
-    """A tensor degree that leaves attention or a feed-forward whole: frameworks cut them, or refuse."""
+    """Why a tensor degree is not run: it leaves some attention or feed-forward whole, which frameworks cut, or refuse.
+    None if it is."""
     tensor = asked.shape.tensor
     return undivided(inner_cuts(asked.profile), tensor) if tensor > 1 else None
 
@@ -323,13 +327,13 @@ FRAMEWORKS: dict[Target, Framework] = {
         ),
     )
 }
-"""Every framework by its name on the command line."""
+"""Name on the command line -> framework."""
 
 NAMES: dict[Target, str] = {target: framework.name for target, framework in FRAMEWORKS.items()}
 
 
 def framework_of(name: str) -> Framework:
-    """A framework by its name on the command line. Raises ValueError that names those there are."""
+    """The framework with this name on the command line. Raises ValueError, with all names, if there is none."""
     for target, framework in FRAMEWORKS.items():
         if target == name.strip().lower():
             return framework

@@ -1,4 +1,4 @@
-"""What is legal: the rule that excludes a degree, a schedule, a cut of the chain or recompute of a layer."""
+"""What is legal: the rules that exclude a degree, a schedule, a cut of the chain, or the recompute of a layer."""
 
 import math
 from collections import Counter
@@ -20,12 +20,12 @@ from .training import COMPILING, REFERENCE, Precision, TrainingSpec
 
 
 def divides(cut: TensorCut, tensor: int) -> bool:
-    """Whether a cut divides into `tensor` parts: heads, widths, and each part of fused modules."""
+    """Whether `tensor` divides all numbers of a cut: heads, widths, and the widths of each part of fused modules."""
     return not any(size % tensor for size in divided(cut))
 
 
 def _counted(cut: TensorCut, size: int) -> str:
-    """What a cut has so many of."""
+    """Name of what a cut has `size` of."""
     if cut.kind in ("embedding", "head"):
         return "words"
     whole = size == max(cut.units) or size not in cut.units
@@ -40,7 +40,8 @@ def divided(cut: TensorCut) -> list[int]:
 
 
 def chosen_cuts(layer_class: LayerClass, shape: Shape) -> tuple[int, ...]:
-    """Which cuts of a class, by index, are applied under a shape: of those that the degree divides, the wanted ones."""
+    """Indices of the cuts of a class that are applied under a shape: those that the degree divides and the shape does
+    not leave out."""
     if shape.tensor == 1 or layer_class.tensor is None:
         return ()
     wanted = None if shape.cuts is None else shape.cuts.of(layer_class.name)
@@ -63,7 +64,8 @@ def is_sequence_cut(layer_class: LayerClass, shape: Shape) -> bool:
 
 
 def runs_on_slices(layer_class: LayerClass, chosen: Sequence[int]) -> bool:
-    """Whether the layers of a class run on slices of the sequence with these cuts applied, and the rest left whole."""
+    """Whether the layers of a class run on slices of the sequence if these cuts are applied and the others are left
+    whole."""
     if layer_class.sequence is None:
         return False
     left = [i for i in range(len(layer_class.cuts)) if i not in chosen]
@@ -71,10 +73,10 @@ def runs_on_slices(layer_class: LayerClass, chosen: Sequence[int]) -> bool:
 
 
 def tensor_rule(profile: ModelProfile, tensor: int) -> str | None:
-    """The rule that excludes a tensor degree, or None if it is legal.
+    """The rule that excludes a tensor degree; None if it is legal.
 
-    A degree that leaves some cuts whole is legal only where no part of it divides them all: 8 heads on 16 ranks are cut
-    in 8, but 25 heads stay whole on 2, 4 or 8, and what lies beside them is cut.
+    A degree that leaves some cuts whole is legal only if no smaller degree that divides it divides them all: 8 heads on
+    16 ranks should be cut in 8, but 25 heads stay whole on 2, 4 or 8, while other modules are cut.
     """
     if tensor == 1:
         return None
@@ -90,8 +92,8 @@ def tensor_rule(profile: ModelProfile, tensor: int) -> str | None:
 
 
 def fp8_rule(profile: ModelProfile, training: TrainingSpec, tensor: int) -> str | None:
-    """The rule that excludes a tensor degree, or any, because the executor does not run it in fp8; None if it does, or
-    if other software is planned for."""
+    """The rule that excludes a tensor degree, or all of them, because the executor does not run it in fp8; None if it
+    does, or if the plan is for other software."""
     if training.precision != "fp8" or training.software not in (REFERENCE, COMPILING):
         return None
     if has_experts(profile):
@@ -100,12 +102,12 @@ def fp8_rule(profile: ModelProfile, training: TrainingSpec, tensor: int) -> str 
 
 
 def inner_cuts(profile: ModelProfile) -> list[tuple[str, TensorCut]]:
-    """(class, cut) of what lies between embedding and head."""
+    """(class, cut) of all cuts except those of embedding and head."""
     return [(c.name, cut) for c in profile.classes for cut in c.cuts if cut.kind in ("attention", "mlp", "table")]
 
 
 def undivided(cuts: Sequence[tuple[str, TensorCut]], tensor: int) -> str | None:
-    """The first cut that a degree does not divide, in words."""
+    """The first cut that a degree does not divide, in words; None if it divides all."""
     for name, cut in cuts:
         for size in divided(cut):
             if size % tensor:
@@ -140,18 +142,18 @@ def sequence_rule(profile: ModelProfile, tensor: int, context: int = 1) -> str |
 
 
 def _is_sliced(tensor: CrossingTensor) -> bool:
-    """Whether ranks may hold slices of it, between layers that run on slices."""
+    """Whether ranks may hold slices of a tensor, if it crosses between layers that run on slices."""
     return tensor.requires_grad and "sequence" in tensor.dims
 
 
 def _beside_tokens(tensor: CrossingTensor) -> tuple[int, ...]:
-    """Which dim holds the tokens, and the sizes of those that hold neither them nor samples."""
+    """Number of the dim of tokens, followed by the sizes of all dims that are neither tokens nor samples."""
     others = (size for size, dim in zip(tensor.shape, tensor.dims, strict=True) if dim == "other")
     return tensor.dims.index("sequence"), *others
 
 
 def has_sequence_attention(profile: ModelProfile) -> bool:
-    """Whether there is attention over a sequence, which context parallelism splits."""
+    """Whether the model has attention over a sequence, which context parallelism can split."""
     return profile.seq_len is not None and bool(profile.attention_modules)
 
 
@@ -195,7 +197,7 @@ def context_rule(profile: ModelProfile, context: int, tensor: int, kind: Context
 
 
 def expert_rule(profile: ModelProfile, expert: int, sequence: bool = False) -> str | None:
-    """The rule that excludes an expert degree, with sequence parallelism or without, or None if it is legal."""
+    """The rule that excludes an expert degree, beside sequence parallelism or not; None if it is legal."""
     if expert == 1:
         return None
     classes = [c for c in profile.classes if c.experts]
@@ -238,7 +240,8 @@ def _expert_parameters(profile: ModelProfile, layer: LayerProfile) -> list[str]:
 
 
 def _names_read(profile: ModelProfile, sliced: bool) -> set[str]:
-    """Uncut parameters that layers read which can (or cannot) run on slices; tied ones under each of their names."""
+    """Full names of the uncut parameters of layers that can (or cannot) run on slices, tied ones under all of their
+    names."""
     names: set[str] = set()
     for layer in profile.layers:
         layer_class = profile.classes[layer.layer_class]
@@ -250,8 +253,9 @@ def _names_read(profile: ModelProfile, sliced: bool) -> set[str]:
 
 
 def sharding_rule(profile: ModelProfile, precision: Precision) -> str | None:
-    """The rule that excludes torch's fully_shard: it takes no parameter without elements, hooks itself onto what goes
-    into a layer, where nothing may be written in place, and casts parameters, but no buffers."""
+    """The rule that excludes torch's fully_shard; None if there is none. fully_shard takes no parameter without
+    elements; it puts hooks on a layer's inputs, which must not be written in place; and it casts parameters, but no
+    buffers."""
     if profile.decides_by_values:
         return (
             f"data_shard: {profile.decides_by_values} decides by values, so ranks may run different layers and wait "
@@ -275,7 +279,7 @@ def sharding_rule(profile: ModelProfile, precision: Precision) -> str | None:
 
 
 def without_dims(profile: ModelProfile) -> str:
-    """The first parameter without dims, by its full name; "" if all have some."""
+    """Full name of the first parameter without dims; "" if there is none."""
     for layer in profile.layers:
         for name, parameter in _named(layer, profile.classes[layer.layer_class]):
             if not parameter.shape:
@@ -284,7 +288,8 @@ def without_dims(profile: ModelProfile) -> str:
 
 
 def dims_rule(profile: ModelProfile, framework: str) -> str | None:
-    """The rule that excludes shards where a framework gives fully_shard parameters as they are, or None."""
+    """The rule that excludes shards under frameworks that hand parameters without dims to fully_shard as they are; None
+    if there is none such."""
     name = without_dims(profile)
     if not name:
         return None
@@ -302,7 +307,8 @@ def _named(layer: LayerProfile, layer_class: LayerClass) -> Iterator[tuple[str, 
 
 
 def pipeline_rule(profile: ModelProfile, pipeline: int, most_stages: int) -> str | None:
-    """The rule that excludes a number of pipeline ranks, or None if it is legal. most_stages: of stage_starts."""
+    """The rule that excludes a number of pipeline ranks; None if it is legal. most_stages: number of stages that
+    `stage_starts` allows."""
     if pipeline <= most_stages:
         return None
     if profile.decides_by_values:
@@ -314,7 +320,8 @@ def pipeline_rule(profile: ModelProfile, pipeline: int, most_stages: int) -> str
 
 
 def held_together(profile: ModelProfile) -> str:
-    """What keeps most layers on one stage, a weight or the forward itself, in words to follow a rule; "" if nothing."""
+    """Reason why most layers must be on one stage (a shared weight, or the forward itself), as words that follow a
+    rule; "" if there is none."""
     if profile.pipeline_problem:
         return f": {profile.pipeline_problem}"
     joined = [note for note in profile.notes if note.endswith(("is one layer", "are one layer"))]
@@ -335,7 +342,7 @@ def held_together(profile: ModelProfile) -> str:
 
 
 def micro_batch_rule(profile: ModelProfile, data: int, count: int, pinned: bool) -> str | None:
-    """The rule that excludes `count` micro-batches on each of `data` ranks, or None if they are legal. pinned: the user
+    """The rule that excludes `count` micro-batches on each of `data` ranks; None if they are legal. pinned: the user
     has said how large a micro-batch is."""
     if count > 1 and profile.batch_problem:
         return f"micro_batch: all samples of a data rank are one, because they cannot be cut: {profile.batch_problem}"
@@ -354,9 +361,9 @@ def micro_batch_rule(profile: ModelProfile, data: int, count: int, pinned: bool)
 
 
 def zero_bubble_rule(profile: ModelProfile, training: TrainingSpec) -> str | None:
-    """The rule that excludes zero-bubble schedules, or None if they are legal: gradients of weights that several layers
-    read come at several times then, and fully_shard finds some in fp32 and some in bf16 (seen in torch 2.13). They go
-    through a stage twice, once for its input and once for its weights."""
+    """The rule that excludes zero-bubble schedules; None if they are legal. They go backward through a stage twice,
+    once for inputs and once for weights. Then gradients of a weight that several layers read come at several times, and
+    fully_shard finds some in fp32 and some in bf16 (seen in torch 2.13)."""
     if profile.hooks_gradients:
         return "zero-bubble schedules would call a layer's hooks on gradients (register_hook) twice"
     if profile.repeats_reentrantly:
@@ -375,13 +382,13 @@ def zero_bubble_rule(profile: ModelProfile, training: TrainingSpec) -> str | Non
 
 
 def can_recompute(profile: ModelProfile, layer: LayerProfile) -> bool:
-    """Whether a layer's forward can be repeated: it is one module, and still finds what it was given."""
+    """Whether a layer's forward can be repeated: the layer is one module, and its inputs are not overwritten."""
     is_one_module = layer.root != "" and layer.modules == (layer.root,)
     return is_one_module and not profile.classes[layer.layer_class].input_overwritten
 
 
 def check_parts(profile: ModelProfile, recompute: Recompute | None) -> None:
-    """Raise ValueError for parts to recompute that no layer has."""
+    """Raise ValueError if a recompute names a part that no layer has."""
     known = dict.fromkeys(part.name for layer_class in profile.classes for part in layer_class.parts)
     missing = [name for name in parts_of(recompute or "none") if name not in known]
     if missing:
@@ -392,10 +399,10 @@ def check_parts(profile: ModelProfile, recompute: Recompute | None) -> None:
 
 
 def legal_cuts(profile: ModelProfile) -> list[int]:
-    """Layers before which a stage may begin: the cut points of the model's graph. Where no layers share a weight these
-    are all but the first, and no graph is made: networkx takes a tenth of a second to import. A model that decides by
-    values stays whole: the other stages have no values to decide by. Nothing is cut where a tensor would cross that is
-    not the same in every run."""
+    """Layers before which a stage may begin: the cut points of the model's graph, except where a tensor would cross
+    that differs from run to run. A model that decides by values has none, because other stages do not have these
+    values. If no layers share a weight every layer but the first is a cut point, and no graph is made, since importing
+    networkx takes a tenth of a second."""
     if profile.decides_by_values:
         return []
     varying = [tensor for tensor in profile.tensors if tensor.varies]
@@ -418,15 +425,16 @@ def shares_weights(profile: ModelProfile) -> bool:
 
 
 MOST_STARTS = 500
-"""Layers at which the search lets a stage begin, at most: a stage of 64 then has 8 between its ends."""
+"""Most layers at which the search lets a stage begin. With 64 stages that is 8 for each."""
 
 MOST_COUNTS = 2_000_000
-"""Numbers that say how many layers of each run of equal ones an interval of the chain holds, over all intervals."""
+"""Most numbers in the table that says, for every interval of the chain, how many layers of each run of equal ones it
+holds."""
 
 
 def stage_starts(profile: ModelProfile) -> list[int]:
-    """Layers before which the search lets a stage begin: before all that it may, or in chains of very many layers
-    before one in so many, so that intervals stay few."""
+    """Layers before which the search lets a stage begin: all at which it is legal, or in very long chains only every
+    n-th of these, so that there are not too many intervals."""
     legal = legal_cuts(profile)
     num_runs = 1 + sum(a.layer_class != b.layer_class for a, b in pairwise(profile.layers))
     most = min(MOST_STARTS, math.isqrt(2 * MOST_COUNTS // num_runs))

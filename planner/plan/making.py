@@ -1,4 +1,4 @@
-"""Shape -> Plan, and back."""
+"""A shape and the options of layers made into a plan, and the shape of a plan."""
 
 from collections.abc import Sequence
 
@@ -17,10 +17,9 @@ def make_plan(
     shape: Shape,
     stages: Sequence[Sequence[LayerOption]],
 ) -> Plan:
-    """The plan that runs consecutive layers on each stage with the given options.
+    """The plan of a shape whose stages hold consecutive layers with the given options.
 
-    stages: [stage][layer] in the chain's order; together as many as the profile has layers.
-    Raises ValueError when they are not.
+    stages: [stage][layer], in the chain's order. Raises ValueError unless they hold as many layers as the profile.
     """
     num_layers = sum(len(stage) for stage in stages)
     if num_layers != len(profile.layers):
@@ -70,7 +69,7 @@ def make_plan(
 
 
 def reference_of(profile: ModelProfile) -> ModelReference:
-    """What a plan says of its model."""
+    """What a plan's document records of its model."""
     return ModelReference(
         name=profile.name,
         source=profile.source,
@@ -90,7 +89,7 @@ def reference_of(profile: ModelProfile) -> ModelReference:
 
 
 def shape_of(plan: Plan) -> Shape:
-    """The shape a plan has."""
+    """The shape of a plan."""
     return Shape(
         data_replicate=plan.degrees.data_replicate,
         data_shard=plan.degrees.data_shard,

@@ -1,4 +1,4 @@
-"""Experts that a model keeps in a list, each a module with parameters of its own, found by their names."""
+"""Finds, by the names of parameters, experts that a model keeps in a list, each as a module of its own."""
 
 import re
 from collections.abc import Iterable
@@ -9,7 +9,8 @@ _NUMBERED = re.compile(r"(.*expert[^.]*)\.(\d+)\.(.+)", re.IGNORECASE)
 
 
 def listed_experts(classes: Iterable[LayerClass]) -> tuple[str, int] | None:
-    """(name of the first list of equal experts, relative to its layer; how many it holds); None if there is none."""
+    """(name of the first list of equal experts, relative to its layer; number of experts in it); None if there is no
+    such list."""
     for layer_class in classes:
         lists: dict[str, dict[str, set[tuple[str, tuple[int, ...]]]]] = {}
         for parameter in layer_class.parameters:

@@ -1,4 +1,4 @@
-"""What a user decides beforehand, from the words of the flags: read, checked against each other, and named again."""
+"""Pins from the words of the flags: read, checked against each other, and put back into words."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,13 +22,13 @@ _FORBIDDEN: dict[str, tuple[tuple[str, object], ...]] = {
     "recompute": (("recompute", "none"),),
     "virtual_stages": (("virtual_stages", 1),),
 }
-"""--forbid NAME -> what that pins."""
+"""Word after --forbid -> (field of Pins, value) that it fixes."""
 
 _FORBIDDEN_SCHEDULES: dict[str, tuple[Schedule, ...]] = {
     **{name: (name,) for name in get_args(Schedule) if name != "none"},
     "zero-bubble": ZERO_BUBBLE,
 }
-"""--forbid NAME -> schedules that are out."""
+"""Word after --forbid -> schedules that it excludes."""
 
 _OF_SCHEDULE: dict[str, tuple[int, int | None]] = {
     "1f1b": (1, 1),
@@ -38,7 +38,7 @@ _OF_SCHEDULE: dict[str, tuple[int, int | None]] = {
     "zb-v": (2, 2),
     "interleaved": (2, None),
 }
-"""Schedule -> fewest and most stages of each rank."""
+"""Schedule -> (fewest, most) stages on each rank; None: any number."""
 
 
 _OF_ZERO: dict[tuple[str, object], str] = {
@@ -47,15 +47,15 @@ _OF_ZERO: dict[tuple[str, object], str] = {
     ("gradient_sync", "every"): "zero above 1",
     ("gradient_sync", "last"): "zero=1",
 }
-"""What zero=N pins -> what of it that is."""
+"""(field of Pins, value), as --pin zero=N sets it -> the same in words."""
 
 _OFFERS = ("everything", "parts", "offload_activations")
-"""Pins that add to what may be chosen."""
+"""Fields of Pins that add choices for layers, instead of restricting them."""
 
 
 @dataclass(frozen=True)
 class _Restriction:
-    """One thing that was said: the flag as it was written, and what it means."""
+    """One thing that the user has said: the flag as written, and the field of Pins with the value that it sets."""
 
     words: str
     name: str
@@ -70,9 +70,9 @@ def read_pins(
     micro_batch: int | None = None,
     everything: bool = False,
 ) -> Pins:
-    """The pins that --pin, --max, --forbid, --recompute and --micro-batch say together; everything: --space full.
+    """Pins that --pin, --max, --forbid, --recompute and --micro-batch set together. everything: --space full.
 
-    Raises ValueError that says which word is wrong, or which two contradict each other.
+    Raises ValueError that names the word which is wrong, or the two words which contradict each other.
     """
     said = [_Restriction(f"--pin {text}", name, value) for text in pin for name, value in parse_pins([text]).items()]
     said = _with_data_ranks_as_said(said)
@@ -98,7 +98,7 @@ def read_pins(
 
 
 def _with_data_ranks_as_said(said: list[_Restriction]) -> list[_Restriction]:
-    """Without the degree that zero=N has of itself where another word says one."""
+    """What was said, without the number of replicas that zero=N implies, if other words give degrees of data ranks."""
     by_zero = {choice.words for choice in said if choice.name == "gradient_sync"}
     others = any(c.name in ("data_replicate", "data_shard") and c.words not in by_zero for c in said)
     return [c for c in said if not (others and c.words in by_zero and c.name == "data_replicate")]
@@ -119,7 +119,7 @@ def _forbidden(name: str) -> Iterator[_Restriction]:
 def _contradictions(
     said: Sequence[_Restriction], limits: Sequence[_Restriction], without: Sequence[_Restriction]
 ) -> Iterator[tuple[_Restriction, _Restriction]]:
-    """Pairs that no plan of any cluster agrees with."""
+    """Pairs of restrictions that no plan on any cluster can satisfy together."""
     for i, second in enumerate(said):
         yield from ((first, second) for first in said[:i] if first.name == second.name and first.value != second.value)
         yield from ((second, limit) for limit in limits if limit.name == second.name and _above(second, limit))
@@ -165,7 +165,7 @@ def _above(choice: _Restriction, limit: _Restriction) -> bool:
 
 
 def in_words(pins: Pins) -> dict[str, Pins]:
-    """What is pinned, in words -> the pins without it."""
+    """Pin, in words -> all pins except this one."""
     found: dict[str, Pins] = {}
     if pins.framework is not None:
         found[f"--for {pins.framework.target}"] = replace(pins, framework=None)

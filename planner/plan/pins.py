@@ -1,4 +1,4 @@
-"""Pins: what the user has decided already."""
+"""Pins: what the user, or a manual set-up, has decided already."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,7 +11,7 @@ from .shape import NO_EXTRAS, Offered, Shape
 
 @dataclass(frozen=True)
 class Pins:
-    """What the user (or a manual set-up) has decided already; None leaves it to the search."""
+    """What the user, or a manual set-up, has decided already. Fields that are None are left to the search."""
 
     data_replicate: int | None = None
     data_shard: int | None = None
@@ -31,24 +31,26 @@ class Pins:
     offload_optimizer: bool = False
     """The optimizer's state and step are in the host's memory."""
     everything: bool = False
-    """All options that a layer has."""
+    """Layers may take all options that there are, those of `parts` and `offload_activations` included."""
     context: int | None = None
     context_kind: ContextKind | None = None
     expert: int | None = None
     most: tuple[tuple[str, int], ...] = ()
-    """(name, largest value) of numbers that are bounded, not fixed."""
+    """(name of a number, largest value) of numbers that are bounded, but not fixed."""
     without: tuple[Schedule, ...] = ()
     """Schedules that are forbidden."""
     framework: Framework | None = None
-    """Only what it runs is searched."""
+    """Only plans that this framework can run are searched."""
     sequence_ways: int | None = None
-    """Ranks between which the tokens of a sample are split, by sequence parallelism, context parallelism or both."""
+    """Number of ranks over which the tokens of a sample are split, by sequence parallelism, context parallelism or
+    both."""
 
     @property
     def alternatives(self) -> "tuple[Pins, ...]":
-        """Pins whose plans together hold those of a framework, which recomputes all blocks alike (or as many of each
-        stage: there is more in these spaces than it is told), and gives all gathered parameters back or none: first
-        what holds least, so that there is a plan soon. Only these pins where no framework is asked for."""
+        """Several pins whose plans together contain all plans that the framework can run, those that hold least first,
+        so that some plan is found soon. A framework recomputes all blocks alike (or equally many in each stage; these
+        spaces contain more than that), and gives all gathered parameters back or none. Without a framework only these
+        pins themselves."""
         if self.framework is None:
             return (self,)
         kinds: tuple[Recompute | None, ...] = self.framework.recomputes if self.recompute is None else (self.recompute,)
@@ -59,13 +61,13 @@ class Pins:
 
     @property
     def offered(self) -> Offered:
-        """Options of layers that the search tries beyond the usual."""
+        """Options of layers that the search tries in addition to the usual ones."""
         asked: dict[Literal["parts", "offload"], bool] = {"parts": self.parts, "offload": self.offload_activations}
         return frozenset(name for name, is_asked in asked.items() if is_asked or self.everything) or NO_EXTRAS
 
     def as_in(self, shape: Shape) -> "Pins":
-        """These pins and how a shape splits the model, its sequences and its experts, by which schedule; how data ranks
-        share their state, the micro-batch and recompute are left open."""
+        """These pins together with how the shape splits the model, its sequences and its experts, and with its
+        schedule. How data ranks share their state, the micro-batch, and recompute are not fixed by it."""
         return replace(
             self,
             tensor=shape.tensor,
@@ -79,7 +81,7 @@ class Pins:
         )
 
     def allows(self, name: str, value: object) -> bool:
-        """Whether a choice agrees with what is pinned."""
+        """Whether a value of a field agrees with the pins."""
         pinned = getattr(self, name)
         if pinned is not None and pinned != value:
             return False
@@ -88,7 +90,7 @@ class Pins:
         return all(limited != name or (isinstance(value, int) and value <= limit) for limited, limit in self.most)
 
     def splits_sequences(self, tensor: int, sequence: bool, context: int) -> bool:
-        """Whether that sequence parallelism, on or off beside a tensor degree, agrees with what is pinned."""
+        """Whether these degrees, with sequence parallelism on or off, agree with the pins on sequences."""
         ways = (tensor if sequence else 1) * context
         return (tensor == 1 or self.allows("sequence", sequence)) and self.sequence_ways in (None, ways)
 

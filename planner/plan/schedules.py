@@ -8,7 +8,7 @@ Schedule = Literal["none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb
 
 
 def stage_of(schedule: Schedule, rank: int, chunk: int, num_ranks: int) -> int:
-    """The stage that a rank's chunk is: chunks go round the ranks, in ZB-V there and back."""
+    """Number of the stage that a chunk of a rank is. Chunks go round the ranks; in ZB-V they go there and back."""
     if schedule == "zb-v" and chunk == 1:
         return 2 * num_ranks - 1 - rank
     return chunk * num_ranks + rank
@@ -25,7 +25,8 @@ ZERO_BUBBLE: tuple[Schedule, ...] = ("zb-h1", "zb-h2", "zb-v")
 
 
 def is_chunked(schedule: Schedule) -> bool:
-    """Whether ranks hold several stages or split their backward: then only the simulation tells the step time."""
+    """Whether ranks hold several stages or split their backward. Then there is no closed form, and only the simulation
+    gives the step time."""
     return schedule == "interleaved" or schedule in ZERO_BUBBLE
 
 
@@ -35,8 +36,8 @@ _KINDS: tuple[PassKind, ...] = ("forward", "backward", "weight")
 
 
 class Action(NamedTuple):
-    """One pass of one micro-batch through one chunk (the stages of a rank, in order). In zero-bubble schedules
-    "backward" is for inputs only."""
+    """One pass of one micro-batch through one chunk. chunk: number of the stage among those of its rank. In zero-bubble
+    schedules "backward" is the backward for inputs only."""
 
     kind: PassKind
     microbatch: int
@@ -45,12 +46,12 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=64)
 def table(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int = 1) -> tuple[list[Action], ...]:
-    """[rank] -> its actions in order: what the executor runs and what is priced.
+    """[rank] -> its actions in order, which are both run and priced.
 
-    1F1B: as many forwards ahead as stages follow, then in turn (Narayanan et al., SC21, section 2.2). Interleaved: the
-    same with chunks, micro-batches in rounds of as many as there are ranks (section 2.2.2 there; rounds of unequal
-    numbers as in torch.distributed.pipelining). GPipe and a single stage: all forwards first, or in turn. Zero bubbles:
-    see _zero_bubble and _there_and_back.
+    1F1B: one forward ahead for each stage that follows and one more, then backward and forward in turn (Narayanan et
+    al., SC21, section 2.2). Interleaved: the same with chunks, and with micro-batches in rounds of about as many as
+    there are ranks (section 2.2.2 there; unequal rounds as in torch.distributed.pipelining). GPipe: all forwards first.
+    A single stage: forward and backward in turn. Zero bubbles: see _zero_bubble and _there_and_back.
     """
     ranks = range(num_ranks)
     if schedule == "interleaved":
@@ -75,8 +76,8 @@ def _interleaved(rank: int, num_ranks: int, num_microbatches: int, virtual: int)
 
 
 def _ahead(schedule: Schedule, rank: int, num_ranks: int, num_microbatches: int, virtual: int) -> tuple[int, int]:
-    """(forwards before the first backward, backwards before the first weights) of a schedule in rounds, unless there
-    are fewer."""
+    """(forwards before the first backward, backwards before the first one for weights) of a rank, under schedules in
+    rounds; a table with fewer passes has all of them first."""
     hops = 1 if schedule == "zb-h1" else 2
     behind = hops * rank if schedule in ZERO_BUBBLE else 0
     chunks = (virtual - 1) * microbatches_in_round(num_ranks, num_microbatches)
@@ -84,19 +85,19 @@ def _ahead(schedule: Schedule, rank: int, num_ranks: int, num_microbatches: int,
 
 
 def first_forwards(schedule: Schedule, rank: int, num_ranks: int, num_microbatches: int) -> int:
-    """Forwards of a rank with one stage before its first backward."""
+    """Number of forwards, on a rank with one stage, before its first backward."""
     if schedule in ("zb-h1", "zb-h2"):
         return min(num_microbatches, _ahead(schedule, rank, num_ranks, num_microbatches, 1)[0])
     return num_microbatches if schedule == "gpipe" else min(num_microbatches, num_ranks - rank)
 
 
 def microbatches_in_round(num_ranks: int, num_microbatches: int) -> int:
-    """Micro-batches of a round: about as many as there are ranks."""
+    """Number of micro-batches in a round: about as many as there are ranks."""
     return -(-num_microbatches // max(1, num_microbatches // num_ranks))
 
 
 def num_microbatches_rule(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int) -> str | None:
-    """The rule that excludes so many micro-batches from a schedule, or None if it runs them."""
+    """The rule that excludes this number of micro-batches under a schedule; None if it runs them."""
     if schedule == "1f1b" and num_microbatches < num_ranks:
         return (
             f"1F1B needs at least as many micro-batches as stages: {num_microbatches} < {num_ranks}; use gpipe or a "
@@ -114,7 +115,8 @@ def num_microbatches_rule(schedule: Schedule, num_ranks: int, num_microbatches: 
 
 @lru_cache(maxsize=4)
 def _in_rounds(num_ranks: int, num_microbatches: int, virtual: int) -> tuple[list[Action], list[Action]]:
-    """(forwards, backwards) of a rank, the same for all: each round goes through all chunks before the next begins."""
+    """(forwards, backwards) of a rank, in an order that is the same for all ranks: each round goes through all chunks
+    before the next round begins."""
     in_round = microbatches_in_round(num_ranks, num_microbatches)
     forwards, backwards = [], []
     for first in range(0, num_microbatches, in_round):
@@ -126,7 +128,8 @@ def _in_rounds(num_ranks: int, num_microbatches: int, virtual: int) -> tuple[lis
 
 
 def _zero_bubble(schedule: Schedule, rank: int, num_ranks: int, num_microbatches: int, virtual: int) -> list[Action]:
-    """One forward ahead (ZB-H2: two) for each rank that follows, and weights as many behind for each before.
+    """Actions of a rank under ZB-H1 or ZB-H2. It does one forward ahead (ZB-H2: two) for each rank after it, and its
+    backward for weights one micro-batch (ZB-H2: two) late for each rank before it.
 
     ZB-H1 holds no more than 1F1B's first rank, ZB-H2 nearly twice as much (Qi et al., Zero Bubble Pipeline Parallelism,
     ICLR 2024, section 2). The order of ZB-H1 is that of torch's ScheduleInterleavedZeroBubble, with its chunks.
@@ -143,10 +146,9 @@ def _zero_bubble(schedule: Schedule, rank: int, num_ranks: int, num_microbatches
 
 
 def _there_and_back(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    """ZB-V: chunk 0 goes down the ranks and chunk 1 back up (Qi et al., Pipeline Parallelism with Controllable Memory,
-    NeurIPS 2024). The order is that of torch's ScheduleZBVZeroBubble: one for 2p - 1 or more micro-batches, of which
-    those are left out that are not there.
-    """
+    """Actions of a rank under ZB-V: chunk 0 goes down the ranks and chunk 1 back up (Qi et al., Pipeline Parallelism
+    with Controllable Memory, NeurIPS 2024). The order is that of torch's ScheduleZBVZeroBubble. It is made for at least
+    2p - 1 micro-batches; with fewer, the actions of missing ones are left out."""
     count = max(2 * num_ranks - 1, num_microbatches)
     down, up = (tuple(iter(_of_each(kind, chunk, count)) for kind in _KINDS) for chunk in (0, 1))
     early = 2 * num_ranks - 1 - rank
@@ -159,12 +161,12 @@ def _there_and_back(rank: int, num_ranks: int, num_microbatches: int) -> list[Ac
 
 @lru_cache(maxsize=8)
 def _of_each(kind: PassKind, chunk: int, num_microbatches: int) -> tuple[Action, ...]:
-    """A pass of every micro-batch."""
+    """Passes of this kind through a chunk, one for every micro-batch."""
     return tuple(Action(kind, i, chunk) for i in range(num_microbatches))
 
 
 def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> list[Action]:
-    """`ahead` forwards, then a backward and a forward in turn."""
+    """`ahead` forwards, then backwards and forwards in turn."""
     ahead = min(ahead, len(forwards))
     order = list(forwards[:ahead])
     for i, backward in enumerate(backwards):
@@ -179,8 +181,8 @@ def in_flight(actions: Sequence[Action]) -> int:
 
 
 def held_at_peak(actions: Sequence[Action]) -> tuple[int, ...]:
-    """[chunk] -> micro-batches whose activations a rank holds when it holds most. Zero-bubble schedules hold them
-    until the weights' backward."""
+    """[chunk] -> micro-batches whose activations a rank holds when it holds most in all. Zero-bubble schedules hold
+    them until the backward for weights."""
     frees = "weight" if any(action.kind == "weight" for action in actions) else "backward"
     held = [0] * (1 + max((action.chunk for action in actions), default=0))
     most, total, largest = tuple(held), 0, 0
@@ -200,8 +202,8 @@ def held_at_peak(actions: Sequence[Action]) -> tuple[int, ...]:
 def rank_in_flight(
     schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int
 ) -> tuple[tuple[int, ...], ...]:
-    """[rank][chunk] -> micro-batches in flight at the peak, as the table has them: what goes ahead of the first
-    backward and, where weights come last, until the first of those frees something; then as many come as go."""
+    """[rank][chunk] -> micro-batches in flight at the peak, counted without making the table: forwards before the first
+    backward, and where the backward for weights comes last, those until its first; after that as many end as begin."""
     if schedule == "gpipe":
         return ((num_microbatches,),) * num_ranks
     ahead: list[tuple[int, ...]]
@@ -216,22 +218,22 @@ def rank_in_flight(
 
 
 _STEADY = 4
-"""Micro-batches for each rank after which a schedule holds no more than before."""
+"""Micro-batches per rank from which on more of them no longer change what a rank holds at its peak."""
 
 
 @cache
 def rank_put_off(
     schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int
 ) -> tuple[tuple[int, ...], ...]:
-    """[rank][chunk] of a zero-bubble schedule -> micro-batches that wait for the backward for their weights, when a
-    rank holds most and begins the next one for inputs."""
+    """[rank][chunk] -> micro-batches that wait for their backward for weights, under a zero-bubble schedule, when the
+    rank holds most and begins the next backward for inputs."""
     few = min(num_microbatches, _STEADY * num_ranks)
     return tuple(_put_off_at_peak(actions, virtual) for actions in table(schedule, num_ranks, few, virtual))
 
 
 def _put_off_at_peak(actions: Sequence[Action], virtual: int) -> tuple[int, ...]:
-    """[chunk] -> those put off when a rank holds most: what is put off counts for as much again, as it does where
-    gradients that wait are as large as what is kept."""
+    """[chunk] -> micro-batches that wait for their backward for weights when a rank holds most. A waiting one counts
+    twice, as if its waiting gradients were as large as what is kept."""
     held, waiting, most, found = 0, [0] * virtual, 0, (0,) * virtual
     for action in actions:
         if action.kind == "backward":
@@ -247,7 +249,7 @@ def _put_off_at_peak(actions: Sequence[Action], virtual: int) -> tuple[int, ...]
 
 
 def _first_in_rounds(passes: int, num_ranks: int, num_microbatches: int, virtual: int) -> tuple[int, ...]:
-    """[chunk] -> how many of a rank's first passes are through it."""
+    """[chunk] -> how many of a rank's first `passes` forwards go through it."""
     in_round = microbatches_in_round(num_ranks, num_microbatches)
     rounds, rest = divmod(min(passes, num_microbatches * virtual), in_round * virtual)
     last = min(in_round, num_microbatches - rounds * in_round)

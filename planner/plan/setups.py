@@ -1,4 +1,4 @@
-"""Set-ups as people write them ("fsdp", "hsdp:4", "tp=4 pp=2 zero=1 mb=2"), read into degrees and choices."""
+"""Set-ups as people write them ("fsdp", "hsdp:4", "tp=4 pp=2 zero=1 mb=2"), read into degrees and other choices."""
 
 import difflib
 import re
@@ -64,11 +64,11 @@ _CONTEXT_KINDS: dict[str, ContextKind] = {
     "ulysses": "all_to_all",
 }
 _WORD = re.compile(r"recompute[=:]parts:[^\s,+=]+(?:\+[^\s,+=]+(?![^\s,+]*=))*|[^\s,+]+", re.IGNORECASE)
-"""Words between spaces, commas and plus signs; names of parts have plus signs between them."""
+"""Matches one word; spaces, commas and plus signs separate words. The names of parts are joined by plus signs, too."""
 
 
 class IllegalSetupError(ValueError):
-    """Words that can be read, but that no layout of these GPUs agrees with. rule: why not, and a way out."""
+    """A set-up whose words are right, but which no layout on these GPUs satisfies. rule: why not, and a way out."""
 
     def __init__(self, where: str, rule: str) -> None:
         super().__init__(f"{where}: {rule}")
@@ -77,11 +77,12 @@ class IllegalSetupError(ValueError):
 
 @dataclass(frozen=True)
 class Setup:
-    """A manual layout over a fixed number of GPUs. None: not said, so the fastest choice that fits is taken.
+    """A manual layout over a fixed number of GPUs. Fields that are None were not said; the fastest choice that fits is
+    taken for them.
 
     reshard and gradient_sync are the ZeRO mode: ZeRO-3 / FSDP gives gathered parameters back after forward and reduces
-    gradients after every micro-batch; ZeRO-2 keeps the parameters; ZeRO-1 also reduces once, after the last one.
-    replicas_assumed: nothing was said of the data ranks, so they are replicas.
+    gradients after every micro-batch; ZeRO-2 keeps the parameters; ZeRO-1 also reduces only once, after the last one.
+    replicas_assumed: nothing was said of the data ranks, so they are taken to be replicas.
     """
 
     label: str
@@ -176,14 +177,14 @@ def parse_setup(text: str, num_devices: int, devices_per_host: int, flag: str = 
 
 
 def nearest_divisors(number: int, product: int) -> str:
-    """The divisors of a number on both sides of a product that is none, in words."""
+    """In words, the divisors of `number` next below and next above `product`, which is none."""
     would = divisors(number)
     near = [max(way for way in would if way < product), *[way for way in would if way > product][:1]]
     return " or ".join(map(str, near))
 
 
 def _context_kind(words: dict[str, str], where: str) -> ContextKind | None:
-    """How context ranks attend to each other, under any of its names."""
+    """How context ranks attend to each other, from any of its names; None if not said."""
     spelled = {name: value.replace("-", "_") for name, value in words.items() if name == "context_kind"}
     value = _choice(spelled, "context_kind", tuple(_CONTEXT_KINDS), where)
     return None if value is None else _CONTEXT_KINDS[value]
@@ -193,10 +194,10 @@ _DEGREES = ("tensor", "pipeline", "data_replicate", "data_shard", "context", "ex
 
 
 def parse_pins(texts: tuple[str, ...] | list[str], flag: str = "--pin") -> dict[str, int | str | bool]:
-    """Choices that the planner must keep, from words such as "tensor=4" or "recompute=full": field of Pins -> value.
+    """Field of Pins -> value, from words such as "tensor=4" or "recompute=full".
 
-    "sequence" takes on and off for what goes beside tensor parallelism, or the number of ranks that the tokens of a
-    sample are split between, by whatever means. Raises ValueError that says which word is wrong.
+    "sequence" takes "on" or "off" for sequence parallelism beside tensor parallelism, or the number of ranks over which
+    the tokens of a sample are split by any means. Raises ValueError that names the word which is wrong.
     """
     pins: dict[str, int | str | bool] = {}
     for text in texts:
@@ -230,16 +231,16 @@ def parse_pins(texts: tuple[str, ...] | list[str], flag: str = "--pin") -> dict[
 
 
 def _offload(words: dict[str, str], where: str) -> dict[str, bool]:
-    """What offload=... sends to the host's memory: activations, of the layers for which that is best, or the
-    optimizer."""
+    """Fields of Pins that offload=... sets: to move activations to the host's memory, of the layers for which that is
+    best, or the optimizer."""
     value = _choice(words, "offload", ("optimizer", "activations", "both"), where)
     found = {"offload_activations": ("activations", "both"), "offload_optimizer": ("optimizer", "both")}
     return {name: True for name, said in found.items() if value in said}
 
 
 def _pinned_zero(words: dict[str, str], where: str) -> dict[str, int | str | bool]:
-    """What zero=N of --pin fixes, where nothing else is said of data ranks; 0 that nothing is shared, which context
-    ranks would do."""
+    """Field of Pins -> value that zero=N sets, if nothing else is said of data ranks. zero=0 also excludes context
+    ranks, because they would share state."""
     zero = _zero_mode(words, where)
     if zero == 0:
         return {"data_shard": 1, "context": 1}
@@ -247,9 +248,9 @@ def _pinned_zero(words: dict[str, str], where: str) -> dict[str, int | str | boo
 
 
 def parse_limits(text: str) -> dict[str, int]:
-    """Largest values that the planner may choose, from words such as "tensor=8": field of Pins -> value.
+    """Field of Pins -> largest value that the planner may choose, from words such as "tensor=8".
 
-    Raises ValueError that says which word is wrong.
+    Raises ValueError that names the word which is wrong.
     """
     where = f"--max {text!r}"
     limits = {}
@@ -261,8 +262,8 @@ def parse_limits(text: str) -> dict[str, int]:
 
 
 def _read_words(text: str, where: str, spelling: str = _SPELLING) -> dict[str, str]:
-    """Canonical name -> value; "ddp", "fsdp" and "hsdp" without a value become "kind". spelling: what may be
-    written."""
+    """Canonical name -> value of each word; "ddp", "fsdp" and "hsdp" without a value become values of "kind". spelling:
+    what may be written, for the error."""
     words: dict[str, str] = {}
     for word in _WORD.findall(text) or [""]:
         name, mark, value = word.partition("=" if "=" in word else ":")
@@ -304,8 +305,8 @@ def _choice(words: dict[str, str], name: str, choices: tuple[str, ...], where: s
 
 
 def _recompute(words: dict[str, str], where: str, others: tuple[str, ...] = ()) -> Recompute | None:
-    """A kind of recompute, or parts that are recomputed; None if nothing is said of it. others: what may be said there,
-    too."""
+    """The kind of recompute, or the parts, that the words ask for; None if they do not say. others: further allowed
+    values."""
     value = words.get("recompute", "")
     if not value.lower().startswith(PARTS):
         return _choice(words, "recompute", (*EXECUTABLE_RECOMPUTES, *others, f"{PARTS}NAME+NAME"), where)
@@ -316,8 +317,8 @@ def _recompute(words: dict[str, str], where: str, others: tuple[str, ...] = ()) 
 
 
 def _zero_mode(words: dict[str, str], where: str) -> int:
-    """ZeRO stage 0..3: as said, else 3 where the data ranks are sharded, 1 where they are because experts are spread
-    over them, and 0 where they are not."""
+    """ZeRO stage, 0 to 3. If no word gives it: 3 if a word shards the data ranks, 1 if they are sharded only because
+    experts are spread over them, and 0 otherwise."""
     value = _choice(words, "zero", ("0", "1", "2", "3"), where)
     kind = words.get("kind", "")
     sharded = kind.startswith(("fsdp", "hsdp")) or "data_shard" in words
@@ -361,7 +362,7 @@ def _split_data(words: dict[str, str], where: str, data: int, zero: int, devices
 
 
 def setup_words(plan: Plan) -> list[str]:
-    """A plan's layout as the words of --setup; recompute where all layers that can are treated alike."""
+    """Words of --setup for a plan's layout; with its recompute only if all layers that can recompute do the same."""
     degrees = plan.degrees
     named = {"ddp": "data_replicate", "fsdp": "data_shard", "tp": "tensor", "cp": "context", "ep": "expert"}
     named |= {"pp": "pipeline", "v": "virtual_stages"}

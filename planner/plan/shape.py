@@ -1,4 +1,4 @@
-"""Shapes (one choice of degrees, schedule and micro-batch) and per-layer options."""
+"""Shapes, each of which is one choice of degrees, schedule and micro-batch, and the options of layers."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,9 +9,9 @@ from .schedules import ZERO_BUBBLE, Schedule, rank_and_chunk, rank_in_flight, ra
 
 
 class InFlight(NamedTuple):
-    """Micro-batches of a stage when its rank holds most. held: those whose activations are there. splits: a zero-bubble
-    schedule divides the backward into one for inputs and one for weights; put_off: of those held, the ones that wait
-    for the latter, when the next begins the former."""
+    """Micro-batches of a stage at the moment when its rank holds most. held: those whose activations are there. splits:
+    a zero-bubble schedule divides the backward into one for inputs and one for weights. put_off: how many of those held
+    wait for the backward for weights, when the next one for inputs begins."""
 
     held: int
     put_off: int = 0
@@ -20,8 +20,8 @@ class InFlight(NamedTuple):
 
 @dataclass(frozen=True)
 class Cuts:
-    """Which of the cuts that were found tensor parallelism applies: (class, names of its cuts), of classes that are
-    cut at all."""
+    """The cuts that tensor parallelism applies, out of those that the profile has. by_class: (class, names of its cuts)
+    for each class with any."""
 
     by_class: tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -43,7 +43,8 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Shape:
-    """All of a plan but the assignment of layers: what the ILP's y_k chooses between."""
+    """Everything that a plan decides except which layers are on which stage and their options; the ILP chooses among
+    shapes by y_k."""
 
     data_replicate: int
     data_shard: int
@@ -63,15 +64,16 @@ class Shape:
     expert: int = 1
     offload_optimizer: bool = False
     kind_order: tuple[int, ...] = ()
-    """Unequal devices, each stage on one kind of them: the kinds by number, from the first stage on. () where devices
-    are equal or all count as the slowest, and in shapes of plans, whose cluster is in that order."""
+    """Numbers of the kinds of devices, in the order of the stages, if devices are unequal and each stage lies on one
+    kind. () if devices are equal or all count as the slowest; also in the shape of a plan, whose cluster has that order
+    already."""
     cuts: Cuts | None = None
     """Cuts of tensor parallelism; None: all that the degree divides."""
 
     @property
     def samples(self) -> float:
-        """Samples' worth of work that a rank has of one micro-batch: context ranks share each sample's tokens and, of
-        its s^2 scores, s^2 / context."""
+        """Work that a rank has in one micro-batch, in samples: context ranks share the tokens of each sample, and each
+        has s^2 / context of its s^2 scores."""
         return self.micro_batch / self.context
 
     @property
@@ -81,29 +83,29 @@ class Shape:
 
     @property
     def shard_stride(self) -> int:
-        """Distance in ranks between neighbours of that group."""
+        """Distance in ranks between neighbours of the group that parameters are sharded over."""
         return self.stride("data_shard" if self.context == 1 else "context")
 
     @property
     def experts_over(self) -> int:
-        """Ranks of a stage that hold different tokens, and share the experts between them."""
+        """Number of ranks of a stage that hold different tokens and share the experts."""
         return self.sharded_over * (self.tensor if self.sequence else 1)
 
     @property
     def same_experts(self) -> int:
-        """Ranks of those that hold the same experts, and shard them."""
+        """Number of ranks that hold the same experts, and shard them between each other."""
         return self.experts_over // self.expert
 
     @property
     def expert_stride(self) -> int:
-        """Distance in ranks between neighbours over which experts are spread: the nearest that hold other tokens."""
+        """Distance in ranks between neighbours over which experts are spread: the nearest ranks with other tokens."""
         axes: tuple[Axis, ...] = ("data_shard", "context", "tensor")
         spread = axes if self.sequence else axes[:2]
         return min((self.stride(axis) for axis in spread if self.degree(axis) > 1), default=1)
 
     @property
     def data(self) -> int:
-        """Ranks that see different samples."""
+        """Number of ranks that see different samples."""
         return self.data_replicate * self.data_shard
 
     @property
@@ -145,8 +147,8 @@ class Shape:
         return held[chunk] if chunk < len(held) else 0
 
     def flights(self, stage: int) -> InFlight:
-        """Those of a stage. The first has no inputs whose gradients anybody waits for: it does all at once, when the
-        weights' turn comes."""
+        """Micro-batches of a stage in flight. On the first stage nobody waits for gradients of inputs, so its backward
+        is not divided: it runs as a whole when the one for weights would."""
         if stage == 0 or self.schedule not in ZERO_BUBBLE:
             return InFlight(min(self.in_flight(stage), self.num_microbatches))
         rank, chunk = rank_and_chunk(self.schedule, stage, self.pipeline)
@@ -155,18 +157,18 @@ class Shape:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """What makes two shapes the same to a reader."""
+        """Properties of a shape that people tell layouts apart by."""
         return self.degrees, self.schedule, self.micro_batch, self.sequence, self.context_kind
 
     @property
     def label(self) -> str:
-        """Its degrees in words; what a whole plan is called is Plan.label, which tells ZeRO stages apart, too."""
+        """The shape's degrees in words. For a whole plan use Plan.label, which also tells ZeRO stages apart."""
         return layout_name(self.degrees, self.schedule, self.sequence, self.context_kind)
 
 
 @dataclass(frozen=True)
 class LayerOption:
-    """What is decided per layer: recompute, and whether gathered parameters are given back after forward."""
+    """Choices for one layer: its recompute, whether gathered parameters are given back after forward, and offload."""
 
     recompute: Recompute = "none"
     reshard: bool = False
@@ -175,6 +177,6 @@ class LayerOption:
 
 
 Offered = frozenset[Literal["parts", "offload"]]
-"""Options of layers beyond the usual: recompute of any of their parts, activations in the host's memory."""
+"""Options of layers beyond the usual ones: recompute of any of their parts, and activations in the host's memory."""
 
 NO_EXTRAS: Offered = frozenset()

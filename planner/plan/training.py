@@ -1,4 +1,4 @@
-"""TrainingSpec: what the user fixes about the job, the same for every candidate plan."""
+"""TrainingSpec: what the user fixes about the job; the same for every candidate plan."""
 
 from enum import StrEnum
 from typing import Literal
@@ -8,24 +8,24 @@ from pydantic import Field, PositiveInt
 from ...profiler.document import Frozen
 
 REFERENCE = "fsdp2-eager"
-"""What our executor runs, and what device files are made for."""
+"""Training stack of our executor, which device files describe."""
 
 COMPILING = "fsdp2-compile"
-"""What our executor runs where layers are compiled one by one."""
+"""Training stack of our executor when it compiles layers one by one."""
 
 Precision = Literal["bf16", "fp32", "fp16", "fp8", "fp4"]
 
 LOW_PRECISIONS: tuple[Precision, ...] = ("fp8", "fp4")
 
 EXECUTABLE_PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32", "fp8")
-"""What the executor runs today; the rest is priced only."""
+"""Precisions that the executor runs; the others are only priced."""
 
 SAMPLES_PER_GPU = 8
-"""Global batch per GPU that is assumed, and said aloud, when the user gives none."""
+"""Samples per GPU in the global batch that is assumed, and reported as an assumption, if the user gives none."""
 
 
 class Objective(StrEnum):
-    """What a plan is to be best at: its throughput, the cost of a token, or the number of GPUs."""
+    """What a plan should be best at: throughput, cost of a token, or number of GPUs."""
 
     THROUGHPUT = "throughput"
     COST = "cost"
@@ -56,10 +56,10 @@ class TrainingSpec(Frozen):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether parameters have copies in a compute dtype of their own."""
+        """Whether parameters have copies in a compute dtype that is not fp32."""
         return self.precision != "fp32"
 
     @property
     def state_bytes(self) -> int:
-        """Optimizer state per parameter, fp32: two moments for AdamW, none for plain SGD."""
+        """Bytes of optimizer state per parameter, in fp32: two moments for AdamW, none for plain SGD."""
         return 8 if self.optimizer == "adamw" else 0

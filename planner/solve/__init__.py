@@ -1,1 +1,2 @@
-"""The way to the proven best: the space of shapes, bounds, columns of the inner knapsack, and the integer program."""
+"""The way to a plan that is proven best: the space of shapes, bounds, columns (a knapsack each), and the integer
+program."""

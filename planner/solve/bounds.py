@@ -45,7 +45,8 @@ hold more than their least."""
 
 
 class Bounds:
-    """Bounds of one model, cluster and job; keeps what nodes share. kinds: where devices are unequal."""
+    """Bounds for one model, cluster and job; keeps what nodes share. kinds: kinds of devices, None if all devices are
+    equal."""
 
     def __init__(self, chain: Chain, kinds: Kinds | None) -> None:
         self.chain = chain
@@ -66,8 +67,8 @@ class Bounds:
         self._chunkings = Chunkings(chain)
 
     def of_splits(self, splits: Sequence[Split], space: Space) -> list[float]:
-        """[split] -> seconds that no shape of it can beat: compute of all micro-batches, tensor traffic at its best
-        place, shared evenly by the stages."""
+        """[split] -> lower bound in seconds for all its shapes: compute of all micro-batches, and tensor traffic with
+        tensor ranks where it takes least, shared evenly by the stages."""
         groups: dict[tuple[object, ...], dict[tuple[int, int, int], list[int]]] = {}
         for i, split in enumerate(splits):
             # what micro-batches take depends on the one, how many there are on the other
@@ -114,7 +115,7 @@ class Bounds:
         return self._anywhere[key]
 
     def _anywhere_alike_s(self, family: Family, space: Space) -> float:
-        """The same of shapes whose stages are all on like devices, or priced as if they were."""
+        """The same for those shapes whose stages are all on equal devices, or priced as if they were."""
         if self.least_of_family(family) is None:
             return float("inf")
         leaves, pins, memory = space.unplaced(family), space.pins, self._memory
@@ -126,9 +127,9 @@ class Bounds:
         return float(least)
 
     def of_family(self, family: Family) -> float:
-        """Seconds that no shape of a family can beat: compute, traffic of tensor, context and expert ranks at their
-        best places, perfect balance, and an optimizer sharded over all data ranks. Infinite if even so the memory of
-        all devices does not do."""
+        """Lower bound in seconds for all shapes of a family: compute, and traffic of tensor, context and expert ranks
+        where it takes least, perfectly balanced, with an optimizer sharded over all data ranks. Infinite if even so all
+        devices together have too little memory."""
         alike = self._of_equal(family)
         return alike if self.kinds is None else min(alike, self._of_unequal(family, self.kinds))
 
@@ -145,8 +146,9 @@ class Bounds:
         return float(least_s[self._may_be_held(family, space)].min(initial=np.inf))
 
     def of_shapes(self, family: Family, space: Space, enough_s: float = float("inf")) -> Floats:
-        """[shape of the family] -> seconds that it takes at least, memory aside; infinite where all devices together
-        cannot hold the model. On unequal devices memory counts, and no more is looked for than `enough_s`."""
+        """[shape of the family] -> lower bound in seconds, without the recompute that memory asks for; infinite if all
+        devices together cannot hold the model. On unequal devices memory counts, and bounds are raised no further than
+        `enough_s`."""
         pins, leaves, count = space.pins, space.leaves(family), family.num_microbatches
         recompute = recompute_of(family, pins)
         if family.pipeline == 1:
@@ -180,11 +182,12 @@ class Bounds:
 
     @staticmethod
     def _alike(leaves: Leaves, some: Ints) -> Flags:
-        """[of these shapes] -> whether their stages are all on like devices, or priced as if they were."""
+        """[of these shapes] -> whether their stages are all on equal devices, or priced as if they were."""
         return np.array([not leaves.each[i].kind_order for i in some.tolist()], dtype=bool)
 
     def of_whole_ranks(self, family: Family, space: Space, some: Ints) -> Floats:
-        """[of these shapes] -> seconds that their ranks take at least, each with whole layers (rank_bounds.py)."""
+        """[of these shapes] -> lower bound in seconds from what their ranks take, each with whole layers
+        (rank_bounds.py)."""
         if family.pipeline == 1:
             return np.zeros(len(some))
         leaves, recompute = space.leaves(family), recompute_of(family, space.pins)
@@ -208,8 +211,8 @@ class Bounds:
         return likely
 
     def tried(self, family: Family, fitting: bool) -> list[StageCuts]:
-        """The cuts that are tried of a chunked family first: those that balance its ranks; fitting: and others where
-        memory leaves no rank room to spare."""
+        """The cuts of a chunked family that are tried first: those that balance its ranks. fitting: also others, if
+        memory leaves no rank room to spare with those."""
         key = frame_of(family.frugal)
         least = self.least_of_family(family)
         if least is None and self.kinds is not None:  # the slowest device has too little memory, others may do
@@ -232,12 +235,12 @@ class Bounds:
         return self._cuts[key]
 
     def num_prices(self, family: Family) -> int:
-        """How many prices programs have found for the table of a family's shapes so far."""
+        """Number of prices that programs have found so far for the table of a family's shapes."""
         return 0 if family.pipeline == 1 else self.pipelines.num_prices[Table.of(family.frugal)]
 
     def by_prices_s(self, family: Family, space: Space, some: Ints, latest: int | None = None) -> Floats:
-        """[of these shapes] -> seconds that they take at least by the prices that programs of shapes with the same
-        table have found (fluid.py), or by so many of the latest; 0 before there are any."""
+        """[of these shapes] -> lower bound in seconds by the prices that programs of shapes with the same table have
+        found (fluid.py); 0 if there are none yet. latest: use only so many of the latest prices."""
         table = Table.of(family.frugal)
         known = self.pipelines.prices.get(table, [])[-(latest or MOST_PRICES) :]
         least = np.zeros(len(some))
@@ -265,7 +268,7 @@ class Bounds:
 
     @cached_property
     def kinds_take_turns(self) -> bool:
-        """Whether layers of one kind come again after others."""
+        """Whether layers of one kind occur again after layers of another kind."""
         kinds = [self.model.kinds[self.chain.runs[group[0]].start] for group in self.chain.alike]
         return len(set(kinds)) < len(kinds)
 
@@ -280,7 +283,8 @@ class Bounds:
         return found * (1 - ROUNDING), None if layers is None else self._nearest(layers)
 
     def _nearest(self, layers: Floats) -> Ints:
-        """[stage] -> number of the place where it begins, and of the end: nearest to stages of so many layers."""
+        """[stage] -> number of the place where it begins, and at last of the end, so that stages come nearest to so
+        many layers. layers: [stage], not whole."""
         places = np.array(self.chain.places)
         ends = np.cumsum(layers) * self.chain.num_layers / max(1.0, float(layers.sum()))
         found = np.abs(places[None, :] - ends[:-1, None]).argmin(axis=1) if len(layers) > 1 else np.zeros(0, dtype=int)
@@ -292,7 +296,8 @@ class Bounds:
         return np.concatenate(([0], found, [len(places) - 1]))
 
     def least_of_family(self, family: Family) -> Least | None:
-        """What the layers of a family take at least, whatever the schedule; None if their memory does not do."""
+        """Least seconds and bytes of the layers of a family, whatever the schedule; None if even those exceed
+        memory."""
         any_schedule = family.any_schedule
         if any_schedule not in self._leasts:
             shape = any_schedule.frugal
@@ -355,8 +360,8 @@ class Bounds:
         return max(bound, pass_s, (busy_s + float(ahead @ of_kinds(least.seconds))) / family.pipeline)
 
     def _of_unequal(self, family: Family, kinds: Kinds) -> float:
-        """Seconds that no shape of a family beats whose stages are each on one kind of device, in any order; infinite
-        if there is no such shape."""
+        """Lower bound in seconds for those shapes of a family whose stages are each on one kind of device, in any
+        order; infinite if there is no such shape."""
         least, shape = self.leasts_of_kinds(family, kinds), family.frugal
         if least is None:
             return float("inf")
@@ -364,7 +369,7 @@ class Bounds:
         return family.num_microbatches * shares.slowest_s if is_chunked(family.schedule) else shares.step_s(shape)
 
     def _may_be_held(self, family: Family, space: Space) -> Flags:
-        """[shape] -> False where all ranks of the pipeline together cannot hold the least that every layer keeps."""
+        """[shape] -> False if all ranks of the pipeline together cannot hold the least that every layer keeps."""
         leaves = space.leaves(family)
         least = self.least_of_family(family)
         if least is None:
@@ -375,17 +380,17 @@ class Bounds:
 
 
 Frame = tuple[Chunking, int, int, bool, int, ContextKind, int]
-"""What the cuts of a chunked shape depend on."""
+"""The properties of a chunked shape that decide which cuts are tried."""
 
 
 def frame_of(shape: Shape) -> Frame:
-    """That of a shape."""
+    """The frame of a shape."""
     frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
     return frame, shape.micro_batch, shape.tensor, shape.sequence, shape.context, shape.context_kind, shape.expert
 
 
 def recompute_of(family: Family, pins: Pins) -> Recompute | None:
-    """What all layers of a family recompute, if they have no choice."""
+    """The recompute of all layers of a family, if they have no choice; else None."""
     return "none" if family.schedule in ZERO_BUBBLE else pins.recompute
 
 
@@ -396,7 +401,7 @@ where ranks hold several stages)."""
 
 
 def fluid_layers(prices: StagePrices | UnequalPrices) -> FluidLayers:
-    """That of a shape."""
+    """What a program is given of a shape with these prices."""
     if isinstance(prices, UnequalPrices):
         return _on_unequal(prices)
     memory, rooms, turns = _held(prices)
@@ -416,7 +421,7 @@ def _held(prices: StagePrices) -> tuple[list[Floats], list[float], list[LayerTur
 
 
 def _layers(prices: StagePrices, group: Sequence[int], memory: Sequence[Floats]) -> Layers:
-    """Neighbouring runs of one kind. memory: [run] -> [stage][option] bytes of a layer."""
+    """Neighbouring runs of one kind as the program's layers. memory: [run] -> [stage][option] bytes of a layer."""
     costs = prices.costs[group[0]]
     return Layers(
         float(prices.chain.lengths[group].sum()),
@@ -429,12 +434,13 @@ def _layers(prices: StagePrices, group: Sequence[int], memory: Sequence[Floats])
 
 
 def _update_s(prices: StagePrices) -> float:
-    """Seconds of the optimizer for a parameter of a layer."""
+    """Seconds of the optimizer for each parameter element of a layer."""
     return prices.model.optimizer_s(1.0, prices.shape.offload_optimizer) / prices.shape.sharded_over
 
 
 def _waits_s(prices: StagePrices) -> Floats:
-    """[stage but the last] -> seconds that it and the next one each wait at least for what crosses between them."""
+    """[stage but the last] -> lower bound on the seconds that it and the next one each wait for what crosses between
+    them."""
     chain, shape, crossings = prices.chain, prices.shape, prices.model.crossings(prices.shape)
     at_place = np.array([crossings[place].waited_s for place in chain.places])
     return chain.least_between(at_place, shape.pipeline * shape.virtual_stages)
@@ -466,9 +472,9 @@ def _on_unequal(prices: UnequalPrices) -> FluidLayers:
 
 
 def _held_by_several(prices: StagePrices, shared: float) -> tuple[list[Floats], list[float], list[LayerTurns]]:
-    """([run] -> [stage][option] bytes of a layer, [rank] -> bytes of room for them, turns of layers) where ranks hold
-    several stages: all that a stage ever keeps, and the least that passes in a turn. shared: elements that are counted
-    too often."""
+    """([run] -> [stage][option] bytes of a layer, [rank] -> bytes of room for them, turns of layers), for ranks that
+    hold several stages: all that a stage ever keeps, and the least that passes in a turn. shared: elements that are
+    counted too often."""
     shape, model = prices.shape, prices.model
     state, table = state_bytes(shape, model.training), Table.of(shape)
     flights = np.array([float(shape.in_flight(stage)) for stage in range(table.num_stages)])
@@ -492,7 +498,7 @@ def _held_by_several(prices: StagePrices, shared: float) -> tuple[list[Floats], 
 
 
 def _turns(prices: StagePrices, left: Floats) -> Iterator[LayerTurns]:
-    """Those of each run of several layers that may recompute. left: as of `LayerTurns`."""
+    """Turns of each run that has several layers which may recompute. left: as in `LayerTurns`."""
     lengths = [int(prices.chain.lengths[group].sum()) for group in prices.chain.alike]
     ahead = 0
     for run, (group, length) in enumerate(zip(prices.chain.alike, lengths, strict=True)):

@@ -31,12 +31,12 @@ RESOLUTION = 1 / 64
 """Share of the mean layer's seconds: seconds of layers that differ by less give the same cuts."""
 
 FEW_CUTS = 30
-"""So many ways to cut the chain, or fewer, are all priced."""
+"""If a chain has no more than so many cuts, all are priced."""
 
 
 @dataclass(frozen=True)
 class Chunking:
-    """The schedule's frame: how many ranks and stages there are, and which rank holds which."""
+    """Frame of a schedule: numbers of ranks and stages, and which rank holds which stages."""
 
     schedule: Schedule
     num_ranks: int
@@ -44,16 +44,16 @@ class Chunking:
 
     @property
     def num_stages(self) -> int:
-        """Stages of all ranks."""
+        """Number of stages on all ranks."""
         return self.num_ranks * self.virtual
 
     def stages(self, rank: int) -> list[int]:
-        """Stages of a rank, in the order of its chunks."""
+        """Numbers of the stages that a rank holds, in the order of its chunks."""
         return [stage_of(self.schedule, rank, chunk, self.num_ranks) for chunk in range(self.virtual)]
 
     @property
     def ranks(self) -> tuple[object, ...]:
-        """What decides which rank holds which stage."""
+        """Key that is equal for frames in which each rank holds the same stages."""
         return self.schedule == "zb-v", self.num_ranks, self.virtual
 
     def flights(self, num_microbatches: int) -> tuple[float, ...]:
@@ -62,14 +62,14 @@ class Chunking:
 
     @property
     def holds(self) -> Floats:
-        """[rank][stage] -> 1 where the rank holds the stage."""
+        """[rank][stage] -> 1 if the rank holds the stage, else 0."""
         return _holds(self)
 
 
 @dataclass(frozen=True)
 class StageCuts:
-    """First layer of every stage and the number of layers at the end. stages: [stage][run] -> layers; work, ahead:
-    [rank][run] -> layers that a rank holds, and layers in the first chunks of the ranks before it."""
+    """places: first layer of every stage, and the number of layers. stages: [stage][run] -> number of layers. work,
+    ahead: [rank][run] -> number of layers on a rank, and in the first chunks of all ranks before it."""
 
     places: tuple[int, ...]
     stages: Floats
@@ -113,9 +113,9 @@ def _flights(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual:
 
 @dataclass(frozen=True)
 class Recomputable:
-    """Layers by what each way to recompute them takes and saves: [run][way] -> seconds that a micro-batch takes beyond
-    the fastest, and bytes that a layer keeps of it. turn: [run] -> [way][shape] bytes that are there only in its turn.
-    kind: [run] -> number of its kind of layer."""
+    """Layers by what each way to recompute them costs and saves: [run][way] -> seconds that a micro-batch takes longer
+    than with the fastest way, and bytes that a layer keeps of it. turn: [run] -> [way][shape] bytes that are there only
+    during its turn. kind: [run] -> number of its kind of layer."""
 
     again_s: Sequence[Floats]
     kept: Sequence[Floats]
@@ -134,7 +134,7 @@ class LeastRecompute:
 
     @classmethod
     def of(cls, shape: Shape, layers: Recomputable) -> "LeastRecompute":
-        """That of a shape's frame."""
+        """The least recompute for the frame of a shape."""
         frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
         flights = np.array(frame.flights(shape.num_microbatches))
         if shape.virtual_stages == 1:  # a running maximum: at the last layer's turn another micro-batch may be gone
@@ -143,9 +143,9 @@ class LeastRecompute:
         return cls(frame, layers, flights)
 
     def added_s(self, cuts: StageCuts, static: Floats, free: Floats, crossing: Floats) -> Floats:
-        """[rank][shape] -> seconds per micro-batch; infinite where all recompute there is does not do. static:
-        [run][shape] -> bytes that a layer holds anyway; free: [shape] -> bytes of a rank; crossing: [place of the
-        chain] -> bytes of a micro-batch that cross there."""
+        """[rank][shape] -> seconds per micro-batch that recompute adds; infinite if no recompute is enough. static:
+        [run][shape] -> bytes that a layer holds in any case; free: [shape] -> bytes on a rank; crossing: [place of the
+        chain] -> bytes that cross there for a micro-batch."""
         holds, flights, (kinds, rates) = self.frame.holds, self.flights, self._kinds
         sent = holds @ ((flights + 1) * crossing[list(cuts.places[1:])])
         room = free * (1 + ROUNDING) - cuts.work @ static - sent[:, None]
@@ -161,7 +161,7 @@ class LeastRecompute:
 
     @cached_property
     def _kinds(self) -> tuple[dict[int, tuple[Floats, Floats]], Floats]:
-        """(Kind of layer -> what each way to recompute it takes and keeps; prices of memory that are tried.)"""
+        """(kind of layer -> seconds and bytes of each way to recompute it, prices of memory that are tried)."""
         each = zip(self.layers.kind.tolist(), self.layers.again_s, self.layers.kept, strict=True)
         kinds = {number: (again, kept) for number, again, kept in each}
         ties = tie_prices([again for again, _ in kinds.values()], [kept for _, kept in kinds.values()])
@@ -170,15 +170,16 @@ class LeastRecompute:
 
 
 def _most(there: Flags, of_runs: Floats) -> Floats:
-    """[rank][shape] -> the most of the runs that are there, 0 without any. there: [rank][run]."""
+    """[rank][shape] -> largest value of the runs that are on the rank, 0 if none is. there: [rank][run]."""
     most: Floats = (there[:, :, None] * of_runs).max(axis=1)
     return most
 
 
 @dataclass(frozen=True)
 class HeldByRank:
-    """Bytes of layers at least. kept: [run] -> of a micro-batch; fixed: [run] -> beyond that; flights: [stage] ->
-    micro-batches there; room: of a rank, of which part is to spare."""
+    """Lower bounds on bytes of layers. kept: [run] -> bytes of one micro-batch; fixed: [run] -> bytes beyond that;
+    flights: [stage] -> micro-batches in flight; room: bytes that they may fill on a rank and still leave room to
+    spare."""
 
     kept: Floats
     fixed: Floats
@@ -187,7 +188,8 @@ class HeldByRank:
 
 
 class Chunkings:
-    """The cuts that are tried of a chain; kept, as many families have layers of nearly the same relative times."""
+    """The cuts of a chain that are tried first. They are cached, because many families have layers of nearly the same
+    relative times."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
@@ -197,11 +199,12 @@ class Chunkings:
         self._known: dict[tuple[object, ...], list[StageCuts]] = {}
 
     def of(self, frame: Chunking, per_run_s: Floats) -> list[StageCuts]:
-        """Cuts that balance the ranks, or all there are if those are few; none if the chain has too few places.
+        """Cuts that balance the ranks, or all cuts if these are few; none if the chain has too few places.
 
-        Three starts: stages of equal seconds, stages of equal numbers of the most frequent layer with everything else
-        added (as people set it up), and of equal numbers of places, the longest first; from each, places are handed on
-        while that makes the slowest rank faster, or stages more even. Seconds count in RESOLUTION of the mean layer.
+        Three cuts are starting points: stages of equal seconds; stages of equal numbers of the most frequent layer,
+        with everything else added (as people set it up); and stages of equal numbers of places, the longest first. From
+        each, places are handed to other stages as long as that makes the slowest rank faster, or stages more even.
+        Seconds are rounded to RESOLUTION of the mean layer.
         """
         if frame.num_stages > len(self._places) - 1:
             return []
@@ -268,7 +271,8 @@ class Chunkings:
 
 
 def _balanced(weights: Floats, places: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Cuts where the running sum comes nearest to equal shares, every stage with at least one place."""
+    """Cuts at which the running sum of weights comes nearest to equal shares, with at least one place in every
+    stage."""
     passed = np.concatenate(([0.0], np.cumsum(weights)))[list(places)].tolist()
     chosen = [0]
     for stage in range(1, num_stages):
@@ -281,8 +285,8 @@ def _balanced(weights: Floats, places: Sequence[int], num_stages: int) -> tuple[
 
 
 def _longest_first(places: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Cuts with equally many places in every stage, and one more in the first ones if they do not divide: the last
-    stages are waited for by all others."""
+    """Cuts with equally many places in every stage; if they do not divide, the first stages have one more, because all
+    others wait for the last stages."""
     each, rest = divmod(len(places) - 1, num_stages)
     return tuple(places[stage * each + min(stage, rest)] for stage in range(num_stages + 1))
 
@@ -320,7 +324,7 @@ def _improved(cuts: tuple[int, ...], places: Sequence[int], frame: Chunking, per
 
 
 def loads(cuts: Ints, passed: Floats) -> Floats:
-    """[cuts][stage] -> its load. passed: [place] -> load before it, or where devices differ [stage][place] -> that."""
+    """[cuts][stage] -> its load. passed: [place] -> load of all layers before it; on unequal devices [stage][place]."""
     if passed.ndim == 1:
         return np.diff(passed[cuts])
     stages = np.arange(len(passed))
@@ -329,8 +333,8 @@ def loads(cuts: Ints, passed: Floats) -> Floats:
 
 
 def evenness(cuts: Ints, passed: Floats, frame: Chunking) -> Floats:
-    """[cuts] -> (load of the slowest rank, ranks as slow, sum of the squares of stages): less is better. cuts: [cuts]
-    [stage] -> number of the place; passed: as of `loads`."""
+    """[cuts] -> (load of the slowest rank, number of ranks as slow, sum of the squares of the stages' loads); less is
+    better. cuts: [cuts][stage] -> number of the place; passed: as in `loads`."""
     stages = loads(cuts, passed)
     ranks = stages @ frame.holds.T
     worst = ranks.max(axis=1)
@@ -339,8 +343,8 @@ def evenness(cuts: Ints, passed: Floats, frame: Chunking) -> Floats:
 
 @lru_cache(maxsize=256)
 def _gained(frame: Chunking, of_stages: tuple[float, ...] | None = None) -> Floats:
-    """[boundary][rank] -> what a rank gains if the boundary moves up by one place: 1 if the place comes to it, -1 if it
-    leaves it, 0 else. of_stages: [stage] -> what a place counts there, instead of 1."""
+    """[boundary][rank] -> what a rank's load changes by if the boundary moves up by one place: 1 if the place comes to
+    the rank, -1 if it leaves it, else 0. of_stages: [stage] -> what a place counts there, instead of 1."""
     worth = frame.holds * (1.0 if of_stages is None else np.array(of_stages))
     gained = np.zeros((frame.num_stages + 1, frame.num_ranks))
     gained[1:] += worth.T
@@ -350,8 +354,8 @@ def _gained(frame: Chunking, of_stages: tuple[float, ...] | None = None) -> Floa
 
 
 def _steps(passed: Floats, here: Ints) -> Floats:
-    """[down, up][boundary] -> load before the boundary after a move by one place, less that now. passed: [place] ->
-    load before it."""
+    """[down, up][boundary] -> how the load before the boundary changes if it moves by one place. passed: [place] ->
+    load of all layers before it."""
     inner, steps = here[1:-1], np.zeros((2, len(here)))
     at = passed[inner]
     steps[0, 1:-1], steps[1, 1:-1] = passed[inner - 1] - at, passed[inner + 1] - at
@@ -360,9 +364,9 @@ def _steps(passed: Floats, here: Ints) -> Floats:
 
 @lru_cache(maxsize=4096)
 def _ranges(frame: Chunking, rank: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """Moves that hand a place from a stage of a rank to another stage, as far away as it takes to reach every rank:
-    ([move] -> first of the stages that it goes through, last of them, 1 if the boundaries between them move up and 0 if
-    down, the stage that gives)."""
+    """Moves that hand a place from a stage of a rank to another stage, no further away than is needed to reach every
+    rank: ([move] -> first of the stages that it passes, last of them, 1 if the boundaries between them move up and 0 if
+    they move down, the stage that gives)."""
     down, up = [], []
     for stage in frame.stages(rank):
         down += [(stage, other, 0) for other in range(stage + 1, min(frame.num_stages, stage + frame.num_ranks + 1))]
@@ -374,36 +378,37 @@ def _ranges(frame: Chunking, rank: int) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def _legal_ranges(frame: Chunking, rank: int, here: Ints) -> tuple[Ints, Ints, Ints]:
-    """[move] -> (first stage, last stage, 1 or 0 for up or down) of those moves of `_ranges` whose giving stage has a
-    place to give. here: [stage] -> number of the place where it begins."""
+    """[move] -> (first stage, last stage, 1 for up or 0 for down), for those moves of `_ranges` whose giving stage has
+    a place to spare. here: [stage] -> number of the place where it begins."""
     first, last, up, giver = _ranges(frame, rank)
     legal = here[giver + 1] - here[giver] > 1
     return first[legal], last[legal], up[legal]
 
 
 def _moves(first: Ints, last: Ints, up: Ints, boundaries: Ints) -> Ints:
-    """[move][boundary] -> by how many places it moves."""
+    """[move][boundary] -> number of places by which it moves."""
     between = (boundaries > first[:, None]) & (boundaries <= last[:, None])
     moves: Ints = between * (2 * up - 1)[:, None]
     return moves
 
 
 def handed_on(frame: Chunking, rank: int) -> Ints:
-    """[move] -> by how much each boundary moves when a stage of a rank gives a place to another one, so near that every
-    rank is reached."""
+    """[move][boundary] -> number of places by which it moves when a stage of a rank gives a place to another stage;
+    moves reach only as far as is needed to come to every rank."""
     return _moves(*_ranges(frame, rank)[:3], np.arange(frame.num_stages + 1))
 
 
 HeldStages = tuple[tuple[int, int, InFlight], ...]
-"""[stage of a rank] -> the first stage on such a device, composition, micro-batches in flight."""
+"""[stage of a rank] -> (first stage on the same kind of device, composition, micro-batches in flight)."""
 
 _Stages = tuple[tuple[Choice, StageCost], ...]
-"""[stage of a rank] -> its options and its cost."""
+"""[stage of a rank] -> (its options, its cost)."""
 
 
 @dataclass(frozen=True)
 class _OptionStep:
-    """Layers of one run of a stage that go on from one option to one that holds so many bytes less each."""
+    """Layers of one run of a stage that may change from one option to another, and the bytes that each then holds
+    less."""
 
     run: int
     layers: int
@@ -414,7 +419,7 @@ class _OptionStep:
 
 
 class Known:
-    """What stages and ranks of one shape cost, as far as it has been asked."""
+    """Costs of the stages and ranks of one shape, cached as they are asked for."""
 
     def __init__(self, prices: Prices) -> None:
         self.prices = prices
@@ -429,18 +434,18 @@ class Known:
         self._busy: dict[HeldStages, float] = {}
 
     def held(self, stages: Sequence[int], compositions: Sequence[int]) -> HeldStages:
-        """What a rank's stages are. compositions: of all stages."""
+        """Key of what a rank's stages hold. compositions: [stage], of all stages."""
         return tuple((self.devices[stage], compositions[stage], self.flights[stage]) for stage in stages)
 
     def rank(self, held: HeldStages) -> _Stages | None:
-        """A rank's stages with the options that bring them into its memory at the least price; None if none do."""
+        """A rank's stages, with the cheapest options with which they fit its memory; None if there are none."""
         if held not in self._ranks:
             self._ranks[held] = self._fitting(held)
         return self._ranks[held]
 
     def _fitting(self, held: HeldStages) -> _Stages | None:
-        """The rank's stages with every layer at its fastest option, except that as many layers as memory asks for go on
-        to options that hold less, those first that pay the fewest seconds for a byte; None if that is not enough."""
+        """A rank's stages with every layer at its fastest option, except that as many layers as memory asks for change
+        to options that hold less: first those that pay the fewest seconds for a byte. None if that is not enough."""
         of_stages = [(step, place) for place, stage in enumerate(held) for step in self._steps(*stage)]
         of_stages.sort(key=lambda each: each[0].price)
         total = sum(step.layers for step, _ in of_stages)
@@ -484,7 +489,7 @@ class Known:
 
     @memo
     def _steps(self, device: int, composition: int, flights: InFlight) -> list[_OptionStep]:
-        """Those of a stage."""
+        """Changes of options that are possible in a stage."""
         found, costs = [], self.prices.on(device).costs
         counts = self.prices.chain.compositions[composition].counts
         for index, (run, number) in enumerate(zip(self._runs(composition), counts, strict=True)):
@@ -496,8 +501,8 @@ class Known:
 
     @memo_by(lambda self, device, flights, run: (flights, id(self.prices.on(device).costs[run])))
     def _hull(self, device: int, flights: InFlight, run: int) -> list[int]:
-        """Options of a run, by number, from the fastest on: each next one saves bytes over the one before at the fewest
-        seconds for a byte. Runs that cost the same have one list."""
+        """Numbers of options of a run, from the fastest on: each next one saves bytes over the one before at the fewest
+        seconds for a byte. Runs that cost the same share one list."""
         costs = self.prices.on(device).costs[run]
         seconds = [cost.microbatch_s for cost in costs]
         size = [_held_bytes(cost, flights) for cost in costs]
@@ -515,7 +520,7 @@ class Known:
 
     @memo
     def _fastest(self, device: int, composition: int, flights: InFlight) -> list[list[int]]:
-        """[run of the composition][option] -> layers, all at the fastest."""
+        """[run of the composition][option] -> number of layers, with all layers at the fastest option."""
         counts = self.prices.chain.compositions[composition].counts
         found = []
         for run, number in zip(self._runs(composition), counts, strict=True):
@@ -527,7 +532,8 @@ class Known:
     def _stage(
         self, device: int, composition: int, flights: InFlight, counts: list[list[int]]
     ) -> tuple[Choice, StageCost]:
-        """Options and cost of a stage. counts: [run][option] -> layers; those that hold least come first."""
+        """Options and cost of a stage. counts: [run][option] -> number of layers; options that hold least come
+        first."""
         prices = self.prices.on(device)
         key = device, composition, flights, tuple(map(tuple, counts))
         if key not in self._stages:
@@ -542,8 +548,8 @@ class Known:
         return self._stages[key]
 
     def fastest(self, cuts: Ints, cutoff_s: float) -> Assignment | None:
-        """Stages that begin at these places of the chain, by number, with options that fit, if their step is shorter
-        than `cutoff_s`; else None."""
+        """The plan with these cuts and options that fit, if its step is shorter than `cutoff_s`; else None. cuts:
+        [stage] -> number of the place where it begins, and at last of the end."""
         compositions = [int(self.prices.chain.composition_of[a, b]) for a, b in pairwise(cuts)]
         shape: Shape = self.prices.shape
         costs: list[StageCost | None] = [None] * len(compositions)
@@ -565,8 +571,8 @@ class Known:
         return self._played([cost for cost in costs if cost], [c for c in choices if c], compositions, once_s, cutoff_s)
 
     def least_s(self, cuts: Ints) -> float:
-        """Seconds that no options of these cuts beat, infinite where some rank cannot hold its layers: what each rank
-        waits for, with the others at their fastest options, and what it has to do in its memory."""
+        """Lower bound in seconds for all options with these cuts: what each rank waits for, with the other ranks at
+        their fastest options, and what it has to do within its memory. Infinite if some rank cannot hold its layers."""
         compositions = [int(self.prices.chain.composition_of[a, b]) for a, b in pairwise(cuts)]
         shape: Shape = self.prices.shape
         busy_s = [self.least_busy_s(self.held(stages, compositions)) for stages in self.stages_of]
@@ -579,15 +585,16 @@ class Known:
         return least_step_s(shape.schedule, *passes, once_s, shape.num_microbatches, busy_s)
 
     def least_busy_s(self, held: HeldStages) -> float:
-        """Seconds that a rank computes for a micro-batch, at least, with options that fit; infinite if none do."""
+        """Lower bound on the seconds that a rank computes for a micro-batch, with options that fit; infinite if none
+        do."""
         if held not in self._busy:
             self._busy[held] = self._found_busy_s(held)
         return self._busy[held]
 
     def _found_busy_s(self, held: HeldStages) -> float:
-        """What `least_busy_s` gives, worked out. Bytes of layers are added up by their options, beside the least
-        transient. At any price of a byte let every layer take what is cheapest, seconds and price of its bytes: less
-        the price of the room, that costs no more than any choice that fits."""
+        """What `least_busy_s` returns, computed. Bytes of layers are added up by their options, beside the least
+        transient. At any price of a byte let every layer take the option with the least seconds plus price of its
+        bytes: their sum, less the price of the room, is no more than the seconds of any choice that fits."""
         fastest = [self._stage(*stage, self._fastest(*stage))[1] for stage in held]
         busy_s = sum(cost.microbatch_s for cost in fastest)
         if self.prices.shape.virtual_stages == 1:  # what is held depends on turns of passes
@@ -620,8 +627,8 @@ class Known:
         once_s: Sequence[float],
         cutoff_s: float,
     ) -> Assignment | None:
-        """The assignment with its simulated step, or None if the step is not below `cutoff_s`. It is simulated only if
-        what each rank waits for and has to do is below that, too."""
+        """The plan with its simulated step; None if the step is not below `cutoff_s`. It is only simulated if the lower
+        bound by what each rank waits for and has to do is below that, too."""
         shape: Shape = self.prices.shape
         forward_s, backward_s = [cost.forward_s for cost in costs], [cost.backward_s for cost in costs]
         passes = shape.schedule, forward_s, backward_s, once_s, shape.num_microbatches
@@ -632,7 +639,8 @@ class Known:
 
 
 def _number_saving(steps: Sequence[_OptionStep], size: float) -> int:
-    """How many layers go on until they hold so many bytes less, one step after the other; all if that is not enough."""
+    """Number of layers that change options, in the order of the steps, until they hold `size` bytes less; all layers if
+    that is not enough."""
     number = 0
     for step in steps:
         if step.layers * step.saved >= size:
@@ -642,12 +650,13 @@ def _number_saving(steps: Sequence[_OptionStep], size: float) -> int:
 
 
 def _held_bytes(cost: LayerCost, flights: InFlight) -> float:
-    """Bytes that an option of a layer adds to its stage, as far as options differ in them."""
+    """Bytes that an option of a layer adds to its stage, without what is the same for all options."""
     return flights.held * cost.kept_bytes + cost.held_bytes
 
 
 def best_chunking(prices: Prices, cuts_tried: Sequence[Ints], cutoff_s: float) -> Assignment | None:
-    """The fastest of these cuts, [stage] -> number of the place, that fits; None if none is faster than `cutoff_s`."""
+    """The fastest plan with one of these cuts ([stage] -> number of the place) that fits; None if none is faster than
+    `cutoff_s`."""
     best: Assignment | None = None
     known = Known(prices)
     for cuts in cuts_tried:

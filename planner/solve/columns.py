@@ -1,8 +1,9 @@
-"""Columns: one pipeline stage holding one interval of the chain, at its best options under the stage's memory.
+"""Columns: one pipeline stage that holds one interval of the chain, at its best options under the stage's memory.
 
-Equal neighbours in the chain form runs, and intervals with equal counts of each run cost the same: such a class of
-intervals is a composition, priced once per number of micro-batches in flight. Within a composition each layer takes
-one option (recompute x reshard); the least time whose running maximum of memory (peak.py) fits is exact (knapsack.py).
+Equal neighbours in the chain form runs. Intervals with equal counts of each run cost the same: such a class of
+intervals is a composition, priced once for each number of micro-batches in flight. Within a composition each layer
+takes one option (recompute x reshard). The least time at which the running maximum of memory (peak.py) fits is found
+exactly (knapsack.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,21 +27,21 @@ from .knapsack import Turns, in_time, lightest, tie_prices
 from .solver import OutOfTimeError
 
 ROUNDING = 1e-9
-"""Relative: sums of the same terms in another order differ by less."""
+"""Relative difference up to which sums of the same terms in another order may differ."""
 
 _UNKNOWN = np.int8(-1)
-"""Of a composition whose memory has not been asked for."""
+"""Marks a composition for which it has not been asked yet whether it fits."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Options of a composition's layers: per run, how many layers take which option."""
+    """Options of a composition's layers: (run, option, number of layers that take it)."""
 
     parts: tuple[tuple[int, LayerOption, int], ...]
 
 
 class Prices(Protocol):
-    """Prices of a shape's stages."""
+    """Prices of the stages of a shape."""
 
     @property
     def shape(self) -> Shape:
@@ -56,9 +57,9 @@ class Prices(Protocol):
 
 @dataclass(frozen=True)
 class Work:
-    """Work that the stages of a pipeline share, where their devices are unequal: a layer of each run counts `per_run`,
-    all layers together `whole`. The stages on other devices do at most others_rate of it in a second. pass_s: least
-    seconds of a micro-batch through all stages."""
+    """Work that the stages of a pipeline on unequal devices share: a layer of each run counts `per_run`, all layers
+    together `whole`. The stages on other devices do at most `others_rate` of it in a second. pass_s: least seconds of a
+    micro-batch through all stages."""
 
     per_run: Floats
     whole: float
@@ -78,7 +79,7 @@ class StagePrices:
         offered: Offered = NO_EXTRAS,
         work: "Work | None" = None,
     ) -> None:
-        """work: what else the other stages can do, where they have other devices than those priced here."""
+        """work: what the other stages can do at most, if they are on other devices than those priced here."""
         self.chain = chain
         self.shape = shape
         self._work = work
@@ -144,22 +145,22 @@ class StagePrices:
         return of_each(self._weights, lambda weights: int(np.argmin(weights)))
 
     def per_run(self, find: Callable[[list[LayerCost]], float]) -> Floats:
-        """[run] -> what `find` makes of the costs of its options."""
+        """[run] -> what `find` returns for the costs of its options."""
         return np.array(of_each(self.costs, find))
 
     def _weight(self, cost: LayerCost) -> float:
-        """What the choice of options minimises: with one stage the whole step, else one micro-batch (what is paid once
-        per step does not depend on the options then)."""
+        """Seconds that the choice of options minimises: with one stage those of the whole step, else those of one
+        micro-batch (what is paid once per step does not depend on the options then)."""
         if self.shape.pipeline == 1:
             return self.shape.num_microbatches * cost.microbatch_s + cost.once_s
         return cost.microbatch_s
 
     def on(self, stage: int) -> "StagePrices":
-        """The prices on the device of a stage: here, the same for all."""
+        """The prices on the device of a stage; here all stages have the same."""
         return self
 
     def stage_cost(self, composition: int, choice: Choice, in_flight: InFlight) -> StageCost:
-        """The whole account of a composition with its options."""
+        """Full cost of a composition with these options."""
         item = self.chain.compositions[composition]
         layers = [(self.costs[run][self.options[run].index(option)], count) for run, option, count in choice.parts]
         return combine(
@@ -180,30 +181,31 @@ class StagePrices:
 
     @cached_property
     def _fastest_microbatch_s(self) -> Floats:
-        """[composition] -> seconds per micro-batch with the fastest options, memory ignored: a lower bound."""
+        """[composition] -> lower bound on the seconds per micro-batch: every layer at its fastest option, memory
+        ignored."""
         seconds: Floats = self.chain.counts @ self._least_s + self._waits
         return seconds
 
     @cached_property
     def _least_s(self) -> Floats:
-        """[run] -> seconds per micro-batch of a layer with its fastest option."""
+        """[run] -> seconds of a layer per micro-batch at its fastest option."""
         return self.per_run(lambda costs: min(cost.microbatch_s for cost in costs))
 
     @cached_property
     def forward_s(self) -> tuple[Floats, Floats]:
-        """[run] -> the most and the least seconds of a layer's forward."""
+        """([run] -> most seconds of a layer's forward with any option, [run] -> least seconds)."""
         most = self.per_run(lambda costs: max(cost.forward_total_s for cost in costs))
         return most, self.per_run(lambda costs: min(cost.forward_total_s for cost in costs))
 
     @cached_property
     def received_s(self) -> Floats:
-        """[composition] -> seconds waited for the transfer before it."""
+        """[composition] -> seconds that a stage waits for the transfer before it."""
         seconds: Floats = np.array([cut.waited_s for cut in self._receives])[self.chain.first_runs]
         return seconds
 
     @cached_property
     def _waits(self) -> Floats:
-        """[composition] -> seconds waited for the transfers before and after it."""
+        """[composition] -> seconds that a stage waits for the transfers before and after it."""
         sends = np.array([cut.waited_s for cut in self._sends])
         seconds: Floats = self.received_s + sends[self.chain.last_runs]
         return seconds
@@ -225,8 +227,8 @@ class StagePrices:
         return bounds
 
     def divisible(self, stages: Sequence[int]) -> tuple[list[Floats], list[Floats], Floats]:
-        """What these stages could take if layers could be divided: [run][option] -> seconds of a layer, [run] ->
-        [stage][option] bytes of it at least, [stage] -> bytes of room for them at most."""
+        """Costs of these stages if layers could be divided: ([run][option] -> seconds of a layer, [run] ->
+        [stage][option] least bytes of it, [stage] -> most bytes of room for them)."""
         shape, state = self.shape, self._state
         each = self._state_bytes(state.optimizer)
         shared = self.chain.counted_twice(shape)
@@ -263,10 +265,11 @@ class StagePrices:
     def bounds(
         self, stage: int, cutoff_s: float = float("inf"), step_s: float = float("inf")
     ) -> tuple[Floats, Floats, Flags]:
-        """([composition] -> seconds per micro-batch at least, seconds once per step, whether those are the price).
+        """([composition] -> lower bound on the seconds per micro-batch, [composition] -> seconds once per step,
+        [composition] -> whether these are the exact price).
 
-        Infinite where the composition cannot stand on that stage, where nothing can fit, where it cannot be part of a
-        closed form below `cutoff_s`, and where the passes of a stage alone make a step longer than `step_s`.
+        Infinite if the composition cannot be on that stage, if nothing fits, if it cannot be part of a closed form
+        below `cutoff_s`, or if the passes of the stage alone make a step longer than `step_s`.
         """
         shape, chain = self.shape, self.chain
         in_flight = shape.flights(stage)
@@ -291,8 +294,8 @@ class StagePrices:
         return np.where(may_stand, seconds, np.inf), np.where(may_stand, self._once_s, np.inf), fits | ~may_stand
 
     def _balanced(self, cutoff_s: float, seconds: Floats) -> Flags:
-        """Compositions that can be part of a step below `cutoff_s`: not so long that they alone make it longer, nor so
-        short that the other stages must. seconds: [composition] -> what a micro-batch takes at least."""
+        """[composition] -> whether it can be part of a step below `cutoff_s`: not so long that it alone makes the step
+        longer, nor so short that the other stages must. seconds: [composition] -> least seconds of a micro-batch."""
         shape, fastest = self.shape, self._fastest_microbatch_s
         more = shape.num_microbatches - 1
         if not np.isfinite(cutoff_s) or more == 0:
@@ -308,9 +311,10 @@ class StagePrices:
         return (seconds <= longest_s * (1 + ROUNDING)) & (fastest >= shortest_s * (1 - ROUNDING))
 
     def price(self, stage: int, cutoff_s: float = float("inf")) -> tuple[Floats, Floats]:
-        """([composition] -> seconds per micro-batch, seconds once per step) of a stage at the best options that fit.
+        """([composition] -> seconds per micro-batch, [composition] -> seconds once per step) of a stage at the best
+        options that fit.
 
-        Infinite where `bounds` is, and where nothing fits.
+        Infinite where `bounds` is, and if nothing fits.
         """
         seconds, once, exact = self.bounds(stage, cutoff_s)
         for i in np.flatnonzero(~exact):
@@ -329,7 +333,8 @@ class StagePrices:
         return np.inf if found is None else found[0].microbatch_s
 
     def _single_stage(self, seconds: Floats) -> tuple[Floats, Floats]:
-        """Prices of the one composition of a pipeline of one, where what is paid once depends on the options."""
+        """Prices of the only composition if there is one stage, where what is paid once per step depends on the
+        options."""
         whole = int(np.flatnonzero(np.isfinite(seconds))[0])
         found = self._priced_one(whole, self.shape.flights(0), float("inf"))
         assert found is not None
@@ -338,18 +343,18 @@ class StagePrices:
         return seconds, once
 
     def cheapest(self, composition: int, in_flight: InFlight) -> tuple[StageCost, Choice] | None:
-        """What a composition costs at its best options, and those; None if none fit."""
+        """(cost, options) of a composition at its best options; None if none fit."""
         return self._priced_one(composition, in_flight, float("inf"))
 
     def choice(self, composition: int, in_flight: InFlight) -> Choice:
-        """The options behind a price."""
+        """The options with which a composition has its price."""
         priced = self.cheapest(composition, in_flight)
         assert priced is not None
         return priced[1]
 
     @cached_property
     def _once_s(self) -> Floats:
-        """[composition] -> seconds once per step; the options do not change it where stages are several."""
+        """[composition] -> seconds once per step; with several stages they do not depend on the options."""
         counts, shard = self.chain.counts, self.shape.sharded_over
         data = counts @ self.per_run(lambda costs: costs[0].once_data_s)
         tied = self._tied_elements
@@ -373,7 +378,8 @@ class StagePrices:
         return self._priced[key]
 
     def _best_choice(self, composition: int, in_flight: InFlight, cutoff: float) -> Choice | None:
-        """Options of a composition's layers of least total weight whose memory fits, in the order of their turns."""
+        """The options of least total weight with which a composition's layers fit, in the order of their turns; None if
+        none below `cutoff` do."""
         item = self.chain.compositions[composition]
         runs = range(item.first_run, item.last_run + 1)
         if self._fits(in_flight, np.array([composition]))[0]:
@@ -405,8 +411,8 @@ class StagePrices:
         return Choice(tuple(parts))
 
     def _quick_choice(self, composition: int, in_flight: InFlight) -> Choice:
-        """The options that are cheapest at a price of memory, at the lowest price at which they fit; if there is none,
-        those of the highest price."""
+        """The options that are cheapest at the lowest price of memory at which they fit; at the highest price, if there
+        is none."""
         item, held = self.chain.compositions[composition], self._passes_of(in_flight)[0].before
         runs = range(item.first_run, item.last_run + 1)
         ties = tie_prices([self._weights[run] for run in runs], [held[run] for run in runs])
@@ -427,8 +433,8 @@ class StagePrices:
         return at(float(ties[min(low, len(ties) - 1)]) * (1 + ROUNDING))
 
     def _rooms(self, in_flight: InFlight) -> list[tuple[Floats, Floats]]:
-        """[pass] -> ([composition] -> bytes that layers may hold at most, the same if the first layer takes its fastest
-        option), beyond parameters and optimizer state. The options of a stage's first layer decide what the stage
+        """[pass] -> ([composition] -> most bytes that layers may hold, beyond parameters and optimizer state; the same
+        if the first layer takes its fastest option). The option of a stage's first layer decides how much the stage
         holds of what arrives."""
         if in_flight not in self._known_rooms:
             most = np.array([row.max() for row in self._arrived])
@@ -447,18 +453,19 @@ class StagePrices:
 
     @cached_property
     def _free(self) -> Floats:
-        """[composition] -> bytes beyond parameters, optimizer state and the samples of a step."""
+        """[composition] -> bytes left for everything except parameters, optimizer state, buffers and the samples of a
+        step."""
         state = self._state
         free: Floats = self.budget - self._held_bytes - self.chain.counts @ self._state_bytes(state.optimizer)
         return free
 
     def _state_bytes(self, trainable_bytes: float) -> Floats:
-        """[run] -> bytes of a layer's parameters, and so many for each trainable element."""
+        """[run] -> bytes of a layer's parameters, plus `trainable_bytes` for each trainable element."""
         parameter_bytes = self._state.sharded_parameters
         return self.per_run(lambda c: c[0].elements * parameter_bytes + c[0].trainable_elements * trainable_bytes)
 
     def _passes_of(self, in_flight: InFlight) -> "list[_Pass]":
-        """What every option of every run holds in the passes that may hold most."""
+        """Bytes of every option of every run, in each of the passes that may hold most."""
         if in_flight not in self._passes:
             self._passes[in_flight] = [
                 _Pass.of(moment, self.costs) for moment in moments_of(self.shape, self._state, in_flight)
@@ -466,9 +473,9 @@ class StagePrices:
         return self._passes[in_flight]
 
     def _order(self, run: int, in_flight: InFlight) -> list[int]:
-        """Options of a run in the order in which its layers take them, so that its peak is lowest: those with the
-        largest transients come first, because their backward runs last, when least is kept. Before them come options
-        that hold more after their turn than until then, the lowest peak first."""
+        """Options of a run in the order in which its layers take them, so that the peak is lowest. Options with the
+        largest transients come first, because their backward runs last, when least is kept. Before these come options
+        that hold more after their turn than before it, those with the lowest peak first."""
         passes = self._passes_of(in_flight)
         rise = passes[0].before[run] - passes[0].after[run]
         most = np.max([one.transient[run] for one in passes], axis=0)
@@ -477,8 +484,8 @@ class StagePrices:
         )
 
     def _holds(self, in_flight: InFlight, some: Ints, fastest: bool) -> Flags:
-        """[of these compositions] -> whether it fits with the fastest option of each run, or else with the least of
-        every item."""
+        """[of these compositions] -> whether it fits with the fastest option of each run; if not `fastest`, with the
+        least of every item over all options."""
 
         def picked(rows: list[Floats]) -> Floats:
             if fastest:
@@ -511,12 +518,13 @@ class StagePrices:
         return fits
 
     def _may_fit(self, in_flight: InFlight, some: Ints) -> Flags:
-        """[of these compositions] -> False where not even the least of every item fits."""
+        """[of these compositions] -> False if it does not fit even with the least of every item over all options."""
         return self._holds(in_flight, some, fastest=False)
 
     @cached_property
     def _update_fits(self) -> Flags:
-        """[composition] -> whether the optimizer's step fits, when activations are gone; no option changes that."""
+        """[composition] -> whether the optimizer's step fits, when activations are gone; the options do not matter for
+        it."""
         counts, state = self.chain.counts, self._state
         trainable_bytes = state.sharded_gradients + state.optimizer
         root = counts @ self.per_run(lambda costs: costs[0].root_end_bytes)
@@ -529,7 +537,8 @@ class StagePrices:
 
     @cached_property
     def _shared_elements(self) -> Floats:
-        """[composition] -> parameter elements that its layers hold together and must not be counted twice."""
+        """[composition] -> parameter elements that several of its layers share, and that would otherwise be counted
+        more than once."""
         found = np.zeros(len(self.chain.compositions))
         for runs, elements in self._shared_by_runs:
             found += elements * np.maximum(0.0, self.chain.counts[:, runs].sum(axis=1) - 1.0)
@@ -537,7 +546,7 @@ class StagePrices:
 
     @cached_property
     def _tied_elements(self) -> Floats:
-        """[composition] -> parameter elements that other stages hold copies of."""
+        """[composition] -> parameter elements of which other stages hold copies."""
         found = np.zeros(len(self.chain.compositions))
         for runs, elements in self._shared_by_runs:
             here = self.chain.counts[:, runs].sum(axis=1)
@@ -553,13 +562,13 @@ class StagePrices:
         ]
 
     def arriving_bytes(self, composition: int, flights: int) -> Floats:
-        """[option of its first layer] -> bytes of what arrives from earlier stages that a stage holds."""
+        """[option of the composition's first layer] -> bytes that a stage holds of tensors from earlier stages."""
         arrived = self._arrived[self.chain.compositions[composition].first_run]
         return self._arrivals.at(composition).held(flights, False, arrived)
 
     def _starting(self, composition: int, order: list[int], passes: "list[_Pass]") -> Floats:
-        """[pass][option, in this order] -> bytes of what arrives that the stage holds more than it must if its first
-        layer takes the option."""
+        """[pass][option, in this order] -> bytes of arriving tensors that the stage holds beyond the least, if its
+        first layer takes the option."""
         arrivals = self._arrivals.at(composition)
         arrived = self._arrived[self.chain.compositions[composition].first_run][order]
         held = np.array([arrivals.held(one.moment.flights, one.moment.sends, arrived) for one in passes])
@@ -567,8 +576,8 @@ class StagePrices:
         return starting
 
     def _weight_cutoff(self, cutoff_s: float) -> float:
-        """Total weight above which one stage alone makes a step longer than `cutoff_s` (shared weights are updated
-        once, but stand in every reader's weight)."""
+        """Total weight above which one stage alone makes a step longer than `cutoff_s`. (Shared weights are updated
+        once, but are counted with every layer that reads them.)"""
         if self.shape.pipeline > 1:
             return float("inf")
         return cutoff_s + sum(
@@ -579,8 +588,8 @@ class StagePrices:
 
 @dataclass(frozen=True)
 class _Pass:
-    """What the options of each run hold in one pass: [run] -> [option] -> bytes. transient: of layers with one of their
-    run after them; joined: with the next run's first; ending: with none."""
+    """Bytes that options hold in one pass: [run] -> [option]. transient: of a layer followed by one of its own run;
+    joined: of one followed by the first of the next run; ending: of one followed by none."""
 
     moment: Moment
     before: list[Floats]
@@ -591,7 +600,7 @@ class _Pass:
 
     @classmethod
     def of(cls, moment: Moment, costs: list[list[LayerCost]]) -> "_Pass":
-        """Amounts of a pass."""
+        """What options hold in the pass at this moment."""
         joined: dict[tuple[int, int], Floats] = {}
         pairs = list(zip(costs, [*(row[0] for row in costs[1:]), None], strict=True))
         for row, following in pairs:

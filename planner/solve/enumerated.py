@@ -1,8 +1,10 @@
-"""All options of given cuts, where stages hold few layers: what fits, and the fastest of them by event simulation.
+"""All options of given cuts, for stages that hold few layers: those that fit, and the fastest of them by event
+simulation.
 
-Of the choices of a stage those remain that no other beats in all bytes and all seconds; of a rank, those whose stages
-fit together. A rank's choice is left out if the step takes too long even with all other ranks at their least times.
-Every combination of what remains is simulated, so the best plan with these cuts is found, and none is faster.
+Of the choices of a stage only those remain that no other beats in all bytes and all seconds; of a rank, those whose
+stages fit together. A rank's choice is left out if the step takes too long even with all other ranks at their least
+times. Every combination of what remains is simulated. So the best plan with these cuts is found, and it is known that
+none is faster.
 """
 
 import math
@@ -22,16 +24,16 @@ from .columns import ROUNDING, Choice, StagePrices
 from .scan import Assignment
 
 MOST_CHOICES = 2500
-"""So many choices of a stage's layers, or fewer, are all priced: those of seven layers with three each, in 0.1 s."""
+"""Most choices of a stage's layers that are all priced: those of seven layers with three options each, in 0.1 s."""
 
 MOST_PLAYED = 20_000
-"""So many combinations of all ranks, or fewer, are all played, in about 0.1 s."""
+"""Most combinations of the choices of all ranks that are all simulated, in about 0.1 s."""
 
 
 @dataclass(frozen=True)
 class _StageChoices:
-    """What is left of a stage's choices: [choice] -> its parts, and (bytes beside transients, transient bytes, seconds
-    of the forward, of the backward without weights, of weights, and once a step)."""
+    """Choices of a stage that remain: [choice] -> its parts, and (bytes beside transients, transient bytes, seconds of
+    the forward, of the backward without weights, of weights, and once a step)."""
 
     choices: tuple[Choice, ...]
     table: Floats
@@ -39,8 +41,8 @@ class _StageChoices:
 
 @dataclass(frozen=True)
 class _RankChoices:
-    """What is left of a rank's choices. chosen: [choice][stage of the rank] -> which of its stage's; seconds: [choice]
-    [forward, backward without weights, weights][stage of the rank]; once_s: [choice]."""
+    """Choices of a rank that remain. chosen: [choice][stage of the rank] -> index of the stage's choice; seconds:
+    [choice][forward, backward without weights, weights][stage of the rank]; once_s: [choice]."""
 
     stages: tuple[_StageChoices, ...]
     chosen: Ints
@@ -48,12 +50,12 @@ class _RankChoices:
     once_s: Floats
 
     def of(self, some: Flags) -> "_RankChoices":
-        """Some of the choices."""
+        """Those of the choices that `some` marks."""
         return _RankChoices(self.stages, self.chosen[some], self.seconds[some], self.once_s[some])
 
 
 class Enumerated:
-    """All options of one shape's stages, as far as they have been asked for."""
+    """All options of one shape's stages, cached as they are asked for."""
 
     def __init__(self, known: Known, deadline_s: float) -> None:
         self.known = known
@@ -98,7 +100,8 @@ class Enumerated:
         return Assignment(step_s, tuple(compositions), tuple(c for c in choices if c is not None)), step_s
 
     def _played(self, ranks: Sequence[_RankChoices], chosen: Sequence[Ints]) -> Floats:
-        """[combination] -> seconds of the step. chosen: [rank][combination, or one] -> which of the rank's choices."""
+        """[combination] -> seconds of the step. chosen: [rank][combination, or 1 for all] -> index of the rank's
+        choice."""
         shape = self.prices.shape
         passes: list[list[Floats]] = [[np.zeros(0)] * self.known.frame.num_stages for _ in range(3)]
         for stages, rank, which in zip(self.known.stages_of, ranks, chosen, strict=True):
@@ -119,7 +122,7 @@ class Enumerated:
         return self._ranks[held]
 
     def _found_rank(self, held: HeldStages) -> _RankChoices | None:
-        """What fits with the stages of a rank together; None where that is too much to price."""
+        """Choices with which the stages of a rank fit together; None if there are too many to price."""
         stages = []
         for key in held:
             if key not in self._stages:
@@ -142,7 +145,7 @@ class Enumerated:
         return _RankChoices(tuple(stages), chosen[left], seconds[left], once_s[left])
 
     def _found_stage(self, device: int, composition: int, flights: InFlight) -> _StageChoices | None:
-        """What is left of a stage's choices, layer by layer in all orders; None where they are too many."""
+        """Choices of a stage that remain, with layers in every order of options; None if there are too many."""
         prices = self.prices.on(device)
         if self.prices.shape.virtual_stages == 1 and not any(o.offload for row in prices.options for o in row):
             return _cheapest(prices, composition, flights)
@@ -165,8 +168,8 @@ class Enumerated:
 
 
 def _cheapest(prices: StagePrices, composition: int, flights: InFlight) -> _StageChoices:
-    """The one choice of a rank's only stage that no other beats, if any fits: recompute lengthens nothing but the
-    backward, and the cheapest choice has the shortest one."""
+    """The one choice of a rank's only stage that remains, if any fits: recompute makes only the backward longer, and
+    the cheapest choice has the shortest one."""
     found = prices.cheapest(composition, flights)
     if found is None:
         return _StageChoices((), np.zeros((0, 6)))
@@ -187,7 +190,7 @@ def _row(cost: StageCost) -> tuple[float, ...]:
 
 
 def _least(rank: _RankChoices) -> _RankChoices:
-    """An imaginary choice that has, in every number, the least of all choices of a rank."""
+    """An imaginary choice whose every number is the least of all choices of a rank."""
     return _RankChoices(rank.stages, rank.chosen[:1], rank.seconds.min(axis=0)[None], rank.once_s.min()[None])
 
 

@@ -1,4 +1,4 @@
-"""Best-first branch and bound over the tree of nodes.py: what is found, and what no plan beats."""
+"""Best-first branch and bound over the tree of nodes.py: the plans that are found, and a lower bound for all others."""
 
 import heapq
 import itertools
@@ -36,105 +36,107 @@ from .tensor_choice import CutChoice
 from .unequal import Kinds, UnequalPrices
 
 WINDOW = 0.03
-"""Shapes that may come this near the best are solved too: runners-up, and what may be simpler."""
+"""Shapes that may be slower than the best by at most this share are solved, too, for runners-up and for simpler
+plans."""
 
 SIMPLE = 0.01
-"""Among plans this near the best the simplest wins."""
+"""Of plans that are slower than the best by at most this share, the simplest is chosen."""
 
 MAX_NEAR = 40
-"""Shapes solved inside the window once the best is proven: enough for runners-up, and keeps the search in seconds."""
+"""Most shapes that are solved within the window once no shape can be better: enough for runners-up, in seconds."""
 
 ALTERNATIVES = 5
-"""Other layouts that are shown beside the plan, if there are as many legal ones that fit."""
+"""Other layouts to show beside the plan, if so many are legal and fit."""
 
 MAX_SLOW = 60
-"""Shapes outside the window that are solved for their sake, at most."""
+"""Most shapes outside the window that are solved to have enough alternatives."""
 
 SLOWEST = 4.0
-"""Layouts that take longer than the best by this factor are no alternatives."""
+"""Layouts that take at least so many times as long as the best are no alternatives."""
 
 EAGER = 0.95
 """Until there is a plan, the seconds of a node are multiplied by this once for each node above it in the tree, so that
-what is nearly a plan is finished first. Tried with DeepSeek-V3 on 2,048 GPUs: 1, 0.95 and 0.9 give the first plan after
-6.7, 3.3 and 2.2 s of looking, and end the search after 16.9, 16.7 and 18.9 s."""
+nodes which are nearly plans are finished first. Tried with DeepSeek-V3 on 2,048 GPUs: 1, 0.95 and 0.9 give the first
+plan after 6.7, 3.3 and 2.2 s of looking, and end the search after 16.9, 16.7 and 18.9 s."""
 
 TIE = 0.001
-"""A plan this near the bound counts as optimal."""
+"""A plan whose bound is below it by at most this share counts as optimal."""
 
 PROVEN = 0.9 * TIE
-"""How near the bound is brought, so that rounding does not undo it."""
+"""Gap down to which bounds are raised; a little less than TIE, so that rounding does not undo the proof."""
 
 CLOSER = 1.2
-"""Closed forms of 1F1B are up to so many times their simulated steps (stage_cost.closed_form_s)."""
+"""Closed forms of 1F1B are at most so many times their simulated steps (stage_cost.closed_form_s)."""
 
 COUNTED = 0.5
-"""Share of the time in which a space may be counted; what is left out then (of clusters whose number has hundreds of
-divisors) is not searched."""
+"""Share of the time limit in which the space may be counted. What is left out then is not searched (on clusters whose
+number of devices has hundreds of divisors)."""
 
 PATIENCE = 1 / 6
-"""Share of the time in which a search goes on without a better plan, or a proof that gets on, and then looks for better
-cuts of those it has."""
+"""Share of the time limit for which a search goes on without a better plan or progress of the proof; after it better
+cuts of the shapes that were found are looked for."""
 
 PROOF = 1 / 20
-"""Share of the time that a proof has at least, however long before it the best plan was found. Tried on a busy machine,
-on which DeepSeek-V3 on 2,048 GPUs had its plan more than PATIENCE before the search for better ones ended: a gap of
-6.5% without, 4.4% with."""
+"""Share of the time limit that a proof has at least, however long before it the best plan was found. Tried on a busy
+machine, on which DeepSeek-V3 on 2,048 GPUs had its plan more than PATIENCE before the search for better ones ended: a
+gap of 6.5% without this, 4.4% with it."""
 
 SOME = 3
-"""Shapes of a family that tell what the others are likely to take. Tried with RWKV-7B on 64 GPUs: 4,143 shapes were
-solved without being told, 510 with one, 673 with three; with one, a random chain got a plan that was 0.3% slower."""
+"""Number of solved shapes of a family from which the guesses of the others are corrected. Tried with RWKV-7B on 64
+GPUs: 4,143 shapes were solved without correction, 510 with one, 673 with three; with one, a random chain got a plan
+that was 0.3% slower."""
 
 WIDE = 0.1
-"""While the gap is wider than this, a proof gets more time as long as it narrows the gap, by HELPS each time. Tried:
-from 2% on, DeepSeek-V3 on 2,048 GPUs took 12 s longer for 0.02 points, Llama-3.1-405B on 16,384 13 s for 1.2; gaps of
-20 to 80% of short chains close with either."""
+"""As long as the gap is wider than this, a proof gets more time whenever it has narrowed the gap by HELPS. Tried with
+less: from 2% on, DeepSeek-V3 on 2,048 GPUs took 12 s longer for 0.02 points, Llama-3.1-405B on 16,384 13 s for 1.2;
+gaps of 20 to 80% of short chains close with either."""
 
 FIRST_GAPS = (0.05, 0.035, 0.025, 0.015)
-"""Gaps that are closed for all shapes, one after the other, before NARROW is: time may end before all are. Tried,
-without them and with: DeepSeek-V3 on 2,048 GPUs 3.7 and 2.5% in 60 CPU s, T5-3B on 64 7.5 and 4.8% in 30; six gaps from
-6% on instead leave Llama-3.1-405B on 16,384 the same."""
+"""Gaps to which the bounds of all shapes are brought, one after the other, before NARROW: time may end before all are.
+Tried, without them and with: DeepSeek-V3 on 2,048 GPUs 3.7 and 2.5% in 60 CPU s, T5-3B on 64 7.5 and 4.8% in 30; six
+gaps from 6% on instead leave Llama-3.1-405B on 16,384 the same."""
 
 NARROW = 0.99 * 0.005
-"""A gap that is closed further only where that takes little time."""
+"""Gap below which bounds are raised further only if that takes little time."""
 
 WHOLE_S = (0.3, 1.2, 4.8)
-"""Seconds of the integer program of a shape whose bound leaves a wide gap, one after the other as long as it helps.
-Tried with 11 searches for Hugging Face models, the first alone beside 0.3 and 1.5 s whether that helps or not: gaps at
-most 0.15 points wider but for one (7.4 instead of 5.9%), and 109 instead of 127 CPU s in all."""
+"""Seconds of the integer program of a shape whose bound leaves a wide gap: the next number is tried as long as the last
+one helped. Tried with 11 searches for Hugging Face models, the first alone beside 0.3 and 1.5 s whether that helps or
+not: gaps at most 0.15 points wider but for one (7.4 instead of 5.9%), and 109 instead of 127 CPU s in all."""
 
 HELPS = 0.1
-"""Share of the gap by which a program that helps narrows it."""
+"""Share of the gap by which an integer program or a proof has to narrow it to count as helping."""
 
 NARROW_WHOLE_S = (0.5,)
-"""The same where the gap is narrow."""
+"""Seconds of the integer program of a shape whose bound leaves a narrow gap."""
 
 STUCK_S = 1.0
-"""Seconds in which better plans are still looked for once nothing raises the bound of the shape that leaves the gap: in
-22 searches for Hugging Face models neither one nor two seconds found any."""
+"""Seconds for which better plans are still looked for, once nothing raises the bound of the shape that leaves the gap:
+in 22 searches for Hugging Face models neither one nor two seconds found any."""
 
 LAST_S = 1.0
-"""Seconds that narrow gaps are closed in, all together."""
+"""Seconds in which narrow gaps of all shapes together are closed."""
 
 PROGRAM_S = 4.0
-"""Seconds of the integer program that chooses cuts and options of the best shape anew."""
+"""Seconds of the integer program that chooses cuts and options of the best shape again."""
 
 CUTS_S, ALL_CUTS_S = 0.3, 2.0
-"""Seconds in which more cuts of the best shape are looked at where nothing is to be proven: some, or all that there
+"""Seconds for looking at more cuts of the best shape if nothing is to be proven: at some of them, or at all there
 are."""
 
 
 TOLD_EVERY_S = 0.1
-"""Seconds between two words on how far a search is."""
+"""Least seconds between two reports of progress."""
 
 LOOKING, PROVING = (0.0, 0.5), (0.5, 0.95)
-"""Of the whole bar: the parts of looking for the best plan, and of proving it."""
+"""Parts of the progress bar (begin, end): for looking for the best plan, and for proving it."""
 
 Progress = Callable[[str, float], None]
 
 
 @dataclass
 class Outcome:
-    """What a search over a space found and proved. bound: seconds that no plan of the space beats."""
+    """What a search over a space has found and proven. bound: lower bound in seconds for all plans of the space."""
 
     solved: list[Solved] = field(default_factory=list)
     bound: float = float("inf")
@@ -146,17 +148,17 @@ class Outcome:
 
     @property
     def best(self) -> Solved | None:
-        """The shape of the shortest simulated step."""
+        """The solved shape with the shortest simulated step; None if none was solved."""
         return min(self.solved, key=lambda s: s.seconds, default=None)
 
     @property
     def nothing_fits(self) -> bool:
-        """Whether no plan of the space fits, which is more than that none was found."""
+        """Whether it is proven that no plan of the space fits, which is more than that none was found."""
         return self.complete and not self.solved and math.isinf(self.bound)
 
 
 class Explorer:
-    """Searches spaces of one model, cluster and job; caches what all of them share."""
+    """Searches spaces for one model, cluster and job; caches what all of them share."""
 
     def __init__(
         self,
@@ -165,7 +167,7 @@ class Explorer:
         training: TrainingSpec,
         framework: Framework | None = None,
     ) -> None:
-        """framework: that of all pins that are explored."""
+        """framework: the one of all pins that are explored, None if they have none."""
         self.profile = profile
         self.cluster = cluster
         self.training = training
@@ -186,19 +188,19 @@ class Explorer:
         cutoff_s: float = float("inf"),
         any_will_do: bool = False,
     ) -> Outcome:
-        """Solve every shape that could be the best, up to `near` more within the window of it, and (unless near is 0)
-        as many as it takes for enough alternatives to show, even slower ones.
+        """Solve every shape that could be the best, then up to `near` more within the window, and then (unless near is
+        0) as many as are needed for enough alternatives, even slower ones.
 
-        deadline_s: time.monotonic() at which to stop; the outcome then says it is not complete, and has no bound where
-        not even all splits were counted. cutoff_s: the step of a plan that is known; with near 0 only faster ones are
-        looked for. any_will_do: stop at the first plan that fits; none is found only where none fits.
+        deadline_s: time.monotonic() at which to stop. The outcome then says that it is not complete; its bound is 0 if
+        not even all splits were counted. cutoff_s: the step of a known plan; with near=0 only faster ones are looked
+        for. any_will_do: stop at the first plan that fits; if the outcome is complete and has none, none fits.
         """
         return _Search(self, pins, deadline_s, near, progress, cutoff_s, any_will_do).outcome()
 
     def priced(
         self, shape: Shape, recompute: Recompute | None, reshard: bool | None = None, offered: Offered = NO_EXTRAS
     ) -> StagePrices | UnequalPrices:
-        """Prices of a shape's stages, on unequal devices each on its own."""
+        """Prices of a shape's stages; on unequal devices each stage has its own."""
         if shape.kind_order and self.kinds is not None:
             return self.kinds.priced(shape, recompute, reshard, offered)
         return StagePrices(self.chain, shape, recompute, reshard, offered)
@@ -212,8 +214,8 @@ class Explorer:
         deadline_s: float,
         least_s: float = 0.0,
     ) -> Solved | None:
-        """The best stages of a shape that were found as far as time allows, if they are faster than `cutoff_s`. near:
-        cuts that may come near its bound `least_s`, if any are known."""
+        """The best plan of a shape that was found in the time there is, if it is faster than `cutoff_s`; else None.
+        near: cuts whose step may come near the shape's bound `least_s`, if any are known."""
         shape = prices.shape
         with self.until(deadline_s):
             if shape.pipeline == 1 and isinstance(prices, StagePrices):
@@ -234,8 +236,8 @@ class Explorer:
             return best
 
     def _on_one_stage(self, prices: StagePrices, cutoff_s: float, deadline_s: float) -> Solved | None:
-        """The best options of a shape with one stage, if that is faster than `cutoff_s`; rules of thumb come to shapes
-        that are solved already."""
+        """The best options of a shape with one stage, if they are faster than `cutoff_s`. They are cached, because
+        rules of thumb often lead to shapes that are solved already."""
         key = prices.shape, *prices.pinned
         below_s, solved = self._on_one.get(key, (0.0, None))
         if solved is None and cutoff_s > below_s:
@@ -248,7 +250,8 @@ class Explorer:
     def _unchunked(
         self, prices: StagePrices | UnequalPrices, near: Ints | None, cutoff_s: float
     ) -> Iterator[Assignment]:
-        """Stages of a 1F1B or GPipe pipeline that may be the best: at these cuts, and those of least closed form."""
+        """Plans of a 1F1B or GPipe pipeline that may be the best: with the cuts `near`, and with those of least closed
+        form."""
         found = None if near is None else _at(prices, near)
         if found is not None:
             yield found
@@ -259,8 +262,8 @@ class Explorer:
     def closer(
         self, prices: StagePrices | UnequalPrices, found: Solved | None, below_s: float, deadline_s: float
     ) -> tuple[Solved | None, float]:
-        """(the shape with better cuts than were found, None if no cuts take less than `below_s`, lower bound in seconds
-        for all its plans)."""
+        """(the shape with better cuts, if any are faster than `found`, or than `below_s` if that is None; else `found`;
+        lower bound in seconds for all plans of the shape, 0 if not all cuts were looked at)."""
         shape = prices.shape
         below_s = below_s if found is None else found.seconds
         better, least_s = None, below_s if shape.pipeline == 1 else 0.0
@@ -273,14 +276,14 @@ class Explorer:
         return Solved(shape, prices, better, better.seconds), least_s
 
     def at(self, prices: StagePrices | UnequalPrices, cuts: Ints, cutoff_s: float) -> Solved | None:
-        """The shape with these cuts, if that is faster than `cutoff_s`."""
+        """The shape with these cuts; None if it is not faster than `cutoff_s`."""
         found = best_chunking(prices, [cuts], cutoff_s) if is_chunked(prices.shape.schedule) else _at(prices, cuts)
         seconds = math.inf if found is None else simulated_s(prices, found)
         return Solved(prices.shape, prices, found, seconds) if found is not None and seconds < cutoff_s else None
 
     def by_program(self, solved: Solved, seconds: float) -> Solved:
-        """A 1F1B or GPipe pipeline, or one stage, as the integer program over columns (ilp.py) has it, if that is
-        faster: it chooses cuts and options anew, at exact prices, in so many seconds."""
+        """A 1F1B or GPipe pipeline, or one stage, with cuts and options chosen again by the integer program over
+        columns (ilp.py), at exact prices and within `seconds`; what was given, if that is not faster."""
         prices, shape = solved.prices, solved.shape
         if is_chunked(shape.schedule):
             return solved
@@ -295,14 +298,14 @@ class Explorer:
         return Solved(shape, prices, found[2], step_s) if step_s < solved.seconds * (1 - ROUNDING) else solved
 
     def _cuts_of(self, prices: StagePrices | UnequalPrices, family: Family) -> list[Ints]:
-        """The cuts that are tried of a chunked shape first, [stage] -> number of the place."""
+        """The cuts of a chunked shape that are tried first: [stage] -> number of the place."""
         tried = self.bounds.tried(family, fitting=True)
         found: list[Ints] = [np.searchsorted(self.chain.places, cuts.places) for cuts in tried]
         return found + evened(prices, tried) if isinstance(prices, UnequalPrices) else found
 
     @contextmanager
     def until(self, deadline_s: float) -> Iterator[None]:
-        """While it lasts, the best options are looked for until this time, and after it some that fit."""
+        """Within this context the best options are looked for until `deadline_s`, and after it any that fit."""
         for chain in self._chains:
             chain.deadline_s = deadline_s
         try:
@@ -313,11 +316,11 @@ class Explorer:
 
     @property
     def _chains(self) -> list[Chain]:
-        """That of all devices, and of each kind."""
+        """The chain with prices for all devices, and one for each kind of device."""
         return [self.chain, *(self.kinds.chains if self.kinds is not None else [])]
 
     def plan_of(self, solved: Solved) -> Plan:
-        """The plan of an assignment: equal layers take their options in the order of the choice."""
+        """The plan of a solved shape. Equal layers take their options in the order of the choice."""
         stages = [
             [option for _, option, count in choice.parts for _ in range(count)] for choice in solved.assignment.choices
         ]
@@ -354,7 +357,7 @@ class _Search:
         self._told_s, self._shown = 0.0, 0.0
 
     def _tell(self, what: str, part: tuple[float, float], share: float) -> None:
-        """Say what is being done, and how much of that part is; the bar never goes back."""
+        """Report what is being done, and which share of that part is done. The bar never goes back."""
         now_s = time.monotonic()
         if self._progress is None or now_s - self._told_s < TOLD_EVERY_S:
             return
@@ -363,7 +366,7 @@ class _Search:
         self._progress(f"{what}, {self._out.num_solved:,} layouts solved", self._shown)
 
     def outcome(self) -> Outcome:
-        """What was found, and what no plan beats."""
+        """Run the search: what it finds, and a lower bound for all plans."""
         self._begin(time.monotonic())
         self._look()
         out = self._out
@@ -376,8 +379,8 @@ class _Search:
         return out
 
     def _improve(self) -> None:
-        """Look for other stages of the best shape that was found: by the integer program, or, where nothing is to be
-        proven, by a short look at more cuts."""
+        """Look for other cuts and options of the best shape that was found: by the integer program, or, if nothing is
+        to be proven, by a short look at more cuts."""
         best, left_s = self._out.best, self._deadline_s - time.monotonic()
         if best is None or left_s <= 0 or self._any_will_do:
             return
@@ -390,7 +393,7 @@ class _Search:
         self._out.solved = [better if each is best and better is not None else each for each in self._out.solved]
 
     def _begin(self, started_s: float) -> None:
-        """Count the space, and put its splits on the heap."""
+        """Count the shapes of the space, and put its splits on the heap."""
         explorer, out = self.explorer, self._out
         space = Space(
             explorer.profile,
@@ -414,7 +417,8 @@ class _Search:
         out.total += sum(space.rejected.values())
 
     def _look(self) -> None:
-        """Take the node of the least guess, and its children in its place, until no other is likely to be the best."""
+        """Replace the node with the least guess by its children, and solve it if it is a shape, until no node is likely
+        to hold a better plan."""
         window = WINDOW if self._near > 0 else 0.0
         first = self._heap[0][0] if self._heap else 0.0
         started_s = time.monotonic()
@@ -452,15 +456,15 @@ class _Search:
                     self._put(child, cutoff, depth + 1)
 
     def _take_time(self) -> None:
-        """From now on depths do not count: there is a plan."""
+        """Order the heap without EAGER from now on, because there is a plan."""
         if self._depths is not None:
             self._depths = None
             self._heap = [(max(node.guess, node.bound), order, node) for _, order, node in self._heap]
             heapq.heapify(self._heap)
 
     def _put(self, node: Node, cutoff_s: float, depth: int = 0) -> None:
-        """Put a node, which has `depth` nodes above it, on the heap of the search, or with those that are left for the
-        proof."""
+        """Put a node on the heap of the search, or with those that are left for the proof if its guess is `cutoff_s` or
+        more. depth: number of nodes above it in the tree."""
         if node.guess >= cutoff_s:
             self._rest.append(node)
             return
@@ -471,9 +475,9 @@ class _Search:
         heapq.heappush(self._heap, (likely, order, node))
 
     def _guess_again(self, node: ShapeNode | ShapesNode) -> bool:
-        """Whether the guess of these shapes has been raised: by the least factor by which solved shapes of their family
-        took longer than their own guesses, once SOME are solved. Guesses leave out what whole layers and the order of
-        passes cost."""
+        """Raise the guess of these shapes, once SOME shapes of their family are solved, by the least factor by which
+        those took longer than their own guesses. (Guesses leave out what whole layers and the order of passes cost.)
+        Whether it was raised."""
         seen = self._slower[node.family if isinstance(node, ShapeNode) else node.family.family]
         longer = min(seen) if len(seen) >= SOME else 1.0
         if longer <= node.slower:
@@ -510,9 +514,9 @@ class _Search:
             self._patient_until_s = time.monotonic() + self._patience_s
 
     def _prove(self) -> None:
-        """Raise the least bound of what is left: first until the gap to the best plan is no longer wide, then until it
-        is as narrow as it gets in little time. Then look for more cuts of shapes whose bounds leave a gap. Ends early
-        when no better plan was found for long; what is left then bounds the space."""
+        """Raise the least bounds of the nodes that are left: first until the gap to the best plan is no longer wide,
+        then until it is as narrow as it gets in little time. Then look for more cuts of shapes whose bounds leave a
+        gap. Ends early if no better plan was found for long. The bounds that are left then bound the space."""
         self._patient_until_s = max(self._patient_until_s, time.monotonic() + self._proof_s)
         rest, self._rest = [*self._rest, *(node for _, _, node in self._heap)], []
         self._heap = [(node.bound, next(self._order), node) for node in rest]
@@ -527,15 +531,15 @@ class _Search:
 
     @property
     def _until_s(self) -> float:
-        """When a proof ends."""
+        """time.monotonic() at which the proof ends."""
         patient = self._out.solved or self._any_will_do
         return min(self._patient_until_s, self._deadline_s) if patient else self._deadline_s
 
     def _raise(self, gap: float, left_gap: float, whole_s: Sequence[float], deadline_s: float) -> bool:
-        """Whether no bound is further below the best plan than the gap any more. Until then it takes the node of the
-        least bound, and puts its children in its place. If that is a shape which knows all cuts and options, and
-        nothing raises its bound, the gap does not close, and better plans are looked for during STUCK_S only. left_gap:
-        the gap to which bounds are raised at a time, where that takes long; whole_s: as of `_try`."""
+        """Raise bounds until none is further below the best plan than the gap; whether that was reached. The node with
+        the least bound is replaced by its children. If it is a shape whose bound knows all cuts and options, and
+        nothing raises it, this gap cannot be closed, and better plans are only looked for during STUCK_S. left_gap: gap
+        up to which slow bounds are raised; whole_s: see `_try`."""
         first = here = self._heap[0][0] if self._heap else 0.0
         started_s, closed = time.monotonic(), True
         tries: Counter[ShapeNode] = Counter()
@@ -567,9 +571,9 @@ class _Search:
     def _try(
         self, node: ShapeNode, tries: Counter[ShapeNode], whole_s: Sequence[float], gap: float, until_s: float
     ) -> bool:
-        """Whether something was left to try with a shape that knows all cuts and options: the integer program raises
-        its bound or finds a better plan, for the next of `whole_s` seconds each time, as long as that helps; after the
-        first time more cuts are looked at."""
+        """Try to raise the bound of a shape that knows all cuts and options, or to find a better plan of it, by the
+        integer program: for the next of `whole_s` seconds each time, as long as that helps. The second time its best
+        plan and more cuts are looked for instead. Whether anything was left to try."""
         if tries[node] and not node.settled:
             self._solve(node, self._best)
             if not expired(until_s):
@@ -587,12 +591,12 @@ class _Search:
         return True
 
     def _keep(self, node: Node) -> None:
-        """Put a node with those that are to be raised, if a plan of it may be better than the best."""
+        """Put a node on the heap of the proof, if some plan of it may be better than the best."""
         if node.bound < self._best:
             heapq.heappush(self._heap, (node.bound, next(self._order), node))
 
     def _settle(self, node: ShapeNode, deadline_s: float) -> None:
-        """Look at more cuts of a shape, at all if those are not many."""
+        """Look at more cuts of a shape, at all of them if they are not many."""
         node.settled = True
         self.bounds.pipelines.deadline_s = deadline_s
         better, least_s = self.explorer.closer(node.prices, node.found, self._best, deadline_s)
@@ -602,14 +606,14 @@ class _Search:
         self._replace(node, better)
 
     def _open(self) -> list[ShapeNode]:
-        """Shapes that have been solved and whose bounds leave a gap, the least bounds first."""
+        """Solved shapes whose bounds leave a gap, the least bounds first."""
         left = {id(node): node for node in [*self._rest, *(node for _, _, node in self._heap)]}
         solved = [node for node in left.values() if isinstance(node, ShapeNode) and node.asked and not node.settled]
         open_s = self._best * (1 - PROVEN) * (1 - 2 * ROUNDING)
         return sorted((node for node in solved if node.bound < open_s), key=lambda node: node.bound)
 
     def _replace(self, node: ShapeNode, found: Solved | None) -> None:
-        """Keep what was found of a shape, if it is better."""
+        """Keep a plan of a shape if it is better than the one that was found before."""
         if found is not None and (node.found is None or found.seconds < node.found.seconds):
             self._out.solved = [each for each in self._out.solved if each is not node.found] + [found]
             node.found = found
@@ -617,7 +621,7 @@ class _Search:
 
 
 def _at(prices: StagePrices | UnequalPrices, cuts: Ints) -> Assignment | None:
-    """The stages that begin at these places, at their best options; None if they do not fit."""
+    """The plan whose stages begin at these places, at their best options; None if they do not fit."""
     table, shape = prices.chain.composition_of, prices.shape
     compositions = [int(table[a, b]) for a, b in itertools.pairwise(cuts)]
     if not all(math.isfinite(prices.on(stage).exact_s(c, stage)) for stage, c in enumerate(compositions)):

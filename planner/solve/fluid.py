@@ -16,22 +16,23 @@ from .table import Table, paths_of_ranks
 from .whole_ranks import LayerTurns
 
 TO_THE_END_S = 4.0
-"""Seconds in which a program is brought to its end, if it is. Tried with Llama-3.1-405B on 16,384 GPUs, 16 ranks of
-five stages: left once ten rounds of paths say little it shows 7.60 s after 0.4 s, after four seconds 7.85 s."""
+"""Seconds for a program that is solved to its end. Tried with Llama-3.1-405B on 16,384 GPUs, 16 ranks of five stages:
+stopped once ten rounds of paths raise it little it gives 7.60 s after 0.4 s, after four seconds 7.85 s."""
 
 MOST_PRICES = 6
-"""Duals that are kept of one table, the latest ones."""
+"""Number of the latest duals that are kept for each table."""
 
 
 class FluidPipelines:
-    """Solves such programs; keeps the prices that the last ones of each table found, and the paths that had some."""
+    """Solves such programs; keeps the latest prices for each table, and the paths that had prices in its last
+    program."""
 
     def __init__(self) -> None:
         self._paths: dict[Table, list[CriticalPath]] = {}
         self.prices: dict[Table, list[PathPrices]] = {}
         self.num_prices: Counter[Table] = Counter()
         self.deadline_s = float("inf")
-        """time.monotonic() at which programs are left with the bound that they have by then."""
+        """time.monotonic() at which programs are stopped, with the bound that they have by then."""
 
     def least_s(
         self,
@@ -78,7 +79,8 @@ class FluidPipelines:
         below_s: float = float("inf"),
         in_order: bool = True,
     ) -> FluidProgram:
-        """The program with the paths that are known, for steps below that if `turns` are given."""
+        """The program with the paths that are known. With `turns` it also has room for turns of layers, and holds for
+        steps below `below_s` only."""
         program = FluidProgram(table, runs, rooms, waits_s, least_end_s, in_order)
         if turns:
             program.leave_turns(turns, rooms, below_s)

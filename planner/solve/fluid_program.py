@@ -49,33 +49,35 @@ from .table import Table, paths_of_ranks
 from .whole_ranks import LayerTurns, hull, least_again_s
 
 TIGHT = 3e-4
-"""Relative: if the step of the solution is longer than T by no more than this, no further path is needed."""
+"""Relative excess of the solution's step over T up to which no further paths are needed."""
 
 MOST_ROUNDS = 100
-"""Times that paths are looked for in one program, where it is not to be brought to its end."""
+"""Most times that paths are looked for in one program, unless it is solved to its end."""
 
 STALLED = 10
-"""Rounds after which a program that is not likely to reach what is asked for is left."""
+"""Rounds after each of which a program is stopped if it is not likely to reach what is asked for."""
 
 SHARES = (0.1, 0.3, 1.0)
-"""How far from the shortest step to the solution paths are looked for, one after the other. Tried with 126 layers in 80
-stages: 4.7 CPU s to the end of the program, 5.9 with 0.2 and 0.5 instead, 8.0 with a half alone."""
+"""Points, from the amounts with the shortest step (0) to the solution (1), at which paths are looked for, one after the
+other. Tried with 126 layers in 80 stages: 4.7 CPU s to the end of the program, 5.9 with 0.2 and 0.5 instead, 8.0 with a
+half alone."""
 
 MANY_IDLE = 0.4
-"""Share of a program's paths that is dropped at a time, at least: each time what HiGHS factorised is made anew."""
+"""Least share of a program's paths that is dropped at a time, because each time HiGHS factorises anew."""
 
 IDLE_ROUNDS = 5
-"""Rounds without a price after which a path is dropped; it is found again if it is missed."""
+"""Rounds without a price after which a path may be dropped; if it is missed it is found again."""
 
 NO_PRICE = 1e-12
-"""Duals up to this are rounding."""
+"""Duals up to this count as 0, being rounding."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """What layers of one run cost at least, [option]: seconds of forward, backward and, as a part of that, gradients of
-    weights, for one micro-batch; [stage][option]: bytes that a layer there holds. count: of them. once_s: seconds of
-    each at the end of a step. Where stages are on unequal devices, seconds are [stage][option], and once_s [stage]."""
+    """Lower bounds on the costs of the layers of one run. [option] -> seconds of forward, of backward and, as a part of
+    that, of gradients of weights, for one micro-batch; [stage][option] -> bytes that a layer holds there. count: number
+    of layers. once_s: seconds of each at the end of a step. With stages on unequal devices seconds are [stage][option],
+    and once_s is [stage]."""
 
     count: float
     forward_s: Floats
@@ -85,19 +87,19 @@ class Layers:
     once_s: float | Floats
 
     def of_each(self, seconds: Floats) -> Floats:
-        """[stage][option] of what is given by option, or for each stage."""
+        """[stage][option] -> seconds, from seconds by option, or by stage and option."""
         each: Floats = np.broadcast_to(seconds, self.bytes.shape)
         return each
 
     def cost_as_much_as(self, others: "Layers") -> bool:
-        """Whether one layer costs the same in each regard."""
+        """Whether single layers of both cost the same in every respect."""
         mine, theirs = ((e.forward_s, e.backward_s, e.weight_s, e.bytes) for e in (self, others))
         return np.array_equal(self.once_s, others.once_s) and all(map(np.array_equal, mine, theirs))
 
 
 def united(runs: Sequence[Layers], neighbours_only: bool) -> tuple[list[Layers], list[int]]:
-    """(layers that cost the same as one run, [run] -> which of those); a single layer at either end stays by itself,
-    as it has its place."""
+    """(runs, with those joined whose layers cost the same; [run] -> index of the joined run). neighbours_only: join
+    only neighbours. A single layer at either end of the chain stays a run of its own, because its place is fixed."""
     found: list[Layers] = []
     united_of: list[int] = []
     for r, layers in enumerate(runs):
@@ -192,18 +194,19 @@ class FluidProgram:
             self._scales.append(self._hold(np.where(self.rank == q, self.held, 0.0), room, room))
 
     def _of_own_runs(self, turns: Sequence[LayerTurns]) -> Iterator[tuple[int, LayerTurns]]:
-        """(run of the program, turns of its layers), of runs that no others are united with."""
+        """(run of the program, turns of its layers), for runs that are not joined with others."""
         runs = ((self._united_of[each.run], each) for each in turns)
         return ((run, each) for run, each in runs if self._united_of.count(run) == 1)
 
     def _most(self, run: int, seconds: float, below_s: float) -> float:
-        """Layers of a run that a rank may hold in steps below that, if each takes so long for a micro-batch."""
+        """Most layers of a run that a rank can hold in steps below `below_s`, if each takes `seconds` for a
+        micro-batch."""
         busy_s = self.table.num_microbatches * seconds
         return self.runs[run].count if busy_s <= 0 else min(self.runs[run].count, below_s / busy_s)
 
     def keep_options_whole(self, turns: Sequence[LayerTurns], rooms: Sequence[float], below_s: float) -> None:
-        """From now on ranks run again at least what whole layers of these runs must; no rank holds more of them than a
-        step below `below_s` allows."""
+        """Add constraints: ranks recompute at least what whole layers of these runs must, and no rank holds more of
+        these layers than a step below `below_s` allows."""
         rank_of, last, inf = np.array(self.table.rank_of), self.table.num_stages - 1, highspy.kHighsInf
         ends = {s: self.runs[r] for s, r in ((0, 0), (last, len(self.runs) - 1)) if self.runs[r].count == 1}
         held = {s: float(end.bytes[s].min()) for s, end in ends.items()}
@@ -233,11 +236,11 @@ class FluidProgram:
                 self._model.addRow(start_s / unit_s, inf, len(here), here, values)
 
     def leave_turns(self, turns: Sequence[LayerTurns], rooms: Sequence[float], below_s: float) -> None:
-        """From now on every rank leaves room for the turns of its layers, in steps below `below_s`.
+        """Add constraints: every rank leaves room for the turns of its layers, in steps below `below_s`.
 
-        What is there in the largest turn is no less than a mean of what is there in each, weighted by the seconds that
-        the layers of an option take, which are no more than the step. Of the layers of a run in a stage all but one
-        have another one after them.
+        What is there in the largest turn is no less than a mean over all turns, weighted by the seconds that the layers
+        of an option take; their sum is no more than the step. Of the layers of a run in a stage all but one have
+        another one after them.
         """
         rank_of = np.array(self.table.rank_of)
         shares = self.table.num_microbatches * self.seconds.sum(axis=0) / below_s
@@ -256,9 +259,9 @@ class FluidProgram:
                 self._hold(np.where(own, self.held + added, 0.0), room, room + beside)
 
     def keep_turns_whole(self, turns: Sequence[LayerTurns], rooms: Sequence[float], below_s: float) -> None:
-        """Every rank leaves room for the largest turn of its layers from now on, of steps below that: for that of any
-        option that some layer has, and of one with another layer after it, where more layers have the option than there
-        are stages."""
+        """Add constraints: every rank leaves room for the largest turn of its layers, in steps below `below_s`. That is
+        the turn of any option that some layer has; with another layer after it, if more layers have the option than
+        there are stages."""
         rank_of, inf = np.array(self.table.rank_of), highspy.kHighsInf
         seconds = self.seconds.sum(axis=0)
         for (run, each), (rank, room) in product(self._of_own_runs(turns), enumerate(rooms)):
@@ -277,8 +280,8 @@ class FluidProgram:
                     self._hold(np.where(self.rank == rank, self.held, 0.0), room, room, {takes: beside})
 
     def _hold(self, each: Floats, room: float, most: float, beside: Mapping[int, float] | None = None) -> float:
-        """Adds a row: what the columns hold, and those beside them, is no more than `most` bytes. Returns the value of
-        a byte in that row, whose unit is the room of the rank."""
+        """Add a row: the columns in `each`, and those in `beside`, hold at most `most` bytes. Returns the value of a
+        byte in that row, whose unit is the room of the rank."""
         where = np.flatnonzero(each > 0)
         columns = np.append(where, list(beside or ())).astype(np.int32)
         scale = 1.0 / max(1.0, abs(room))
@@ -287,7 +290,7 @@ class FluidProgram:
         return scale
 
     def add(self, paths: Sequence[CriticalPath]) -> None:
-        """More paths that the step is no shorter than."""
+        """Add paths: the step is no shorter than any of them."""
         self._paths += paths
         self._idle_rounds += [0] * len(paths)
         for path in paths:
@@ -302,8 +305,8 @@ class FluidProgram:
         self._model.addRow(waits / self.unit_s, highspy.kHighsInf, len(where), where, values)
 
     def _drop_idle(self) -> None:
-        """Drop paths that have had no price for some rounds, but not those of ranks: with all that were ever found, a
-        round takes ten times as long."""
+        """Drop paths that have had no price for some rounds, but not those of ranks. With all paths that were ever
+        found a round would take ten times as long."""
         before = self._model.getNumRow() - len(self._paths)
         priced = np.abs(np.array(self._model.getSolution().row_dual)[before:]) > NO_PRICE
         self._idle_rounds = [0 if p else idle + 1 for p, idle in zip(priced, self._idle_rounds, strict=True)]
@@ -327,7 +330,7 @@ class FluidProgram:
         self._idle_rounds = [rounds for i, rounds in enumerate(self._idle_rounds) if i not in dropped]
 
     def solve(self) -> float | None:
-        """Least T; None if the layers cannot be held. 0 where it is not found in time."""
+        """Least T; None if the layers cannot be held, 0 if it was not found in time."""
         if self.deadline_s < float("inf"):
             left_s = max(0.0, self.deadline_s - time.monotonic())
             self._model.setOptionValue("time_limit", self._model.getRunTime() + left_s)
@@ -343,7 +346,7 @@ class FluidProgram:
         return float(values[self.num] * self.unit_s)
 
     def keep_whole_on_ranks(self, below_s: float) -> None:
-        """Every rank holds whole layers of each run from now on, and steps are below that."""
+        """Add constraints: every rank holds a whole number of layers of each run, and the step is at most `below_s`."""
         for number, layers in enumerate(self.runs):
             for rank in range(self.table.num_ranks):
                 here = np.flatnonzero((self.run == number) & (self.rank == rank))
@@ -357,13 +360,15 @@ class FluidProgram:
         self._model.changeColBounds(self.num, 0.0, below_s / self.unit_s)
 
     def keep_whole(self, below_s: float) -> None:
-        """Layers are whole from now on, and steps below that."""
+        """Add constraints: every stage holds whole numbers of layers with each option, and the step is at most
+        `below_s`."""
         for column in range(self.num):
             self._model.changeColIntegrality(column, highspy.HighsVarType.kInteger)
         self._model.changeColBounds(self.num, 0.0, below_s / self.unit_s)
 
     def solve_whole(self, seconds: float) -> tuple[float | None, float]:
-        """(T of a solution with whole layers, if there is one, seconds that none is below; infinite if none exists)."""
+        """(T of a solution with whole layers, None if none was found; lower bound on T in seconds, infinite if there is
+        no solution)."""
         self._model.setOptionValue("time_limit", self._model.getRunTime() + max(0.05, seconds))
         self._model.run()
         if self._model.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
@@ -378,11 +383,12 @@ class FluidProgram:
 
     @property
     def layers(self) -> Floats:
-        """[stage] -> layers that it holds in the solution."""
+        """[stage] -> number of layers in the solution."""
         return _sums(self.stage, self.amounts, self.table.num_stages)
 
     def durations(self) -> tuple[Floats, Floats]:
-        """([forward, backward, weight][stage] -> seconds, transfers included, [rank] -> at the end) of the solution."""
+        """([forward, backward, weight][stage] -> seconds with transfers, [rank] -> seconds at the end of the step) in
+        the solution."""
         num_stages = self.table.num_stages
         seconds = np.array([_sums(self.stage, self.amounts * each, num_stages) for each in self.seconds])
         seconds[0, 1:] += self.waits_s
@@ -390,9 +396,9 @@ class FluidProgram:
         return seconds, _sums(self.rank, self.amounts * self.once_s, self.table.num_ranks) + self.least_end_s
 
     def solve_with_paths(self, enough_s: float, until_s: float | None = None) -> float:
-        """Least T with all paths that were found; infinite if the layers cannot be held. It ends once T is `enough_s`,
-        once it is not likely to get there, or once amounts are known whose step is shorter than `enough_s`; with
-        `until_s` at that time instead."""
+        """Least T with all paths that are found; infinite if the layers cannot be held. It ends once T reaches
+        `enough_s`, once it is not likely to, or once amounts are known whose step is shorter than `enough_s`; if
+        `until_s` is given, at that time instead of the last two."""
         least_s, gained_s = 0.0, 0.0
         center, shortest_s = None, float("inf")
         number = 0
@@ -427,9 +433,9 @@ class FluidProgram:
     def cuts_towards(
         self, center: Floats | None, shortest_s: float, longer_than_s: float
     ) -> tuple[list[CriticalPath], Floats, float]:
-        """(paths that are longer than that with the solution's layers, the amounts of the shortest step so far, that
-        step): paths are looked for between the two, as those of the extreme solutions of programs that know few paths
-        say little (the in-out separation of Ben-Ameur and Neto, 2007)."""
+        """(paths that are longer than `longer_than_s` with the solution's layers, amounts of the shortest step so far,
+        that step). Paths are looked for between these amounts and the solution, because those of extreme solutions,
+        while programs know few paths, say little (the in-out separation of Ben-Ameur and Neto, 2007)."""
         solution = self.amounts
         at_solution = self.durations()
         center = solution if center is None else center
@@ -447,7 +453,7 @@ class FluidProgram:
         return paths, center, shortest_s
 
     def longer_paths(self, longer_than_s: float) -> list[CriticalPath]:
-        """Paths that are longer with the solution's layers, the longest first."""
+        """Paths that are longer than `longer_than_s` with the solution's layers, the longest first."""
         (forward, backward, weight), once_s = self.durations()
         return critical_paths(
             self.table.schedule, forward.tolist(), (backward + weight).tolist(), once_s.tolist(),
@@ -455,7 +461,7 @@ class FluidProgram:
         )  # fmt: skip
 
     def prices(self) -> tuple[PathPrices, list[CriticalPath]]:
-        """(the dual of the solution, paths that have a price there, without those of ranks)."""
+        """(the dual of the solution, paths that have a price in it, without those of ranks)."""
         table, num_stages, num_runs = self.table, self.table.num_stages, len(self.runs)
         duals = np.array(self._model.getSolution().row_dual)
         starts = np.cumsum([0, num_runs, num_stages, len(self._order), table.num_ranks, len(self._paths)])
@@ -477,6 +483,6 @@ class FluidProgram:
 
 
 def _sums(places: Ints, amounts: Floats, number: int) -> Floats:
-    """[place] -> sum of the amounts there."""
+    """[place] -> sum of the amounts at it."""
     found: Floats = np.bincount(places, amounts, number).astype(np.float64)
     return found

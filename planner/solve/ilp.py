@@ -40,10 +40,10 @@ class _Column:
 def solve_master(
     shapes: Sequence[Prices], cutoff_s: float = float("inf"), time_limit_s: float = 60.0, solver: str | None = None
 ) -> tuple[Solution, int, Assignment] | None:
-    """(solution, index of the chosen shape, its assignment) of least closed-form step time, or None if nothing fits.
+    """(solution, index of the chosen shape, its plan) with the least closed-form step; None if nothing fits.
 
-    cutoff_s: columns that alone make a step longer than this are left out. time_limit_s: of columns and solver.
-    Raises SolverError.
+    cutoff_s: columns that alone make a step longer than this are left out. time_limit_s: seconds for making columns and
+    for the solver. Raises SolverError.
     """
     start = time.monotonic()
     problem = pulp.LpProblem("stages", pulp.LpMinimize)
@@ -66,7 +66,8 @@ def solve_master(
 def _add_shape(
     problem: pulp.LpProblem, k: int, prices: Prices, y: pulp.LpVariable, cutoff_s: float
 ) -> tuple[list[_Column], pulp.LpAffineExpression]:
-    """Columns of shape k with their constraints, and its part of the objective in ms."""
+    """Add the columns of shape k with their constraints; returns the columns, and the shape's part of the objective in
+    ms."""
     shape, chain = prices.shape, prices.chain
     more = shape.num_microbatches - 1
     slowest = problem.add_variable(f"T_{k}", lowBound=0)
@@ -90,7 +91,7 @@ def _add_shape(
 
 
 def _add_stage(problem: pulp.LpProblem, k: int, stage: int, prices: Prices, cutoff_s: float) -> list[_Column]:
-    """Columns of one stage: every composition that fits, may stand there, and alone stays below the cut-off."""
+    """Columns of one stage: every composition that fits, may be on that stage, and alone stays below the cut-off."""
     shape = prices.shape
     seconds, once = prices.on(stage).price(stage, cutoff_s)
     columns = []

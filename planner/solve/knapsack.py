@@ -1,12 +1,12 @@
-"""Exact multiple-choice knapsack over groups of equal items: the least weight whose memory fits.
+"""Exact multiple-choice knapsack over groups of equal items: the packing of least weight that fits in memory.
 
-Each of a group's `count` items takes one of its options. Pricing memory at lambda gives a lower bound,
+Each of a group's `count` items takes one of its options. Giving memory a price lambda yields a lower bound,
 
     L(lambda) = sum_g count_g min_o (weight_o + lambda memory_o) - lambda room  <=  optimum,
 
-and rounding the best such relaxation gives a solution. An option that costs d_o more than its group's cheapest at
-that price can be taken by at most (solution - L) / d_o items (Lagrangian reduced costs: Geoffrion 1974), which leaves
-few combinations to try, all of which are.
+and rounding the best such relaxation yields a solution. An option that costs d_o more than its group's cheapest at that
+price can be taken by at most (solution - L) / d_o items (Lagrangian reduced costs: Geoffrion 1974). That leaves few
+combinations, and all of them are tried.
 """
 
 import math
@@ -20,44 +20,45 @@ from ..arrays import Flags, Floats, Ints
 from .solver import OutOfTimeError
 
 FIRST_STEP = 64
-"""Packings are looked through first up to this part of what is not proven yet, or of the widest choice; then twice as
-far, and so on: the nearer the limit, the fewer there are, whatever the number of options."""
+"""What is not proven yet is divided by this to give the first limit up to which packings are looked through; then the
+limit is doubled, and so on. The nearer it is to the bound the fewer packings there are, whatever the number of options.
+(With turns the first step is the widest choice divided by the square of this.)"""
 
 FURTHER = 4
-"""Factor from one step to the next where bounds leave few packings in a step."""
+"""Factor from one step to the next with turns, where bounds leave few packings in a step."""
 
 FEW = 200_000
-"""So many combinations, or fewer, are looked through at once."""
+"""Most combinations that are looked through at once."""
 
 SMALL = 4096
-"""Combinations of a row, or fewer, of which those that others beat are always left out; of more, only where they are
-multiplied by those of other rows: of 24 layers with 8 options 720,000 are looked through in a second or two, and
-compared with each other in minutes."""
+"""Most combinations of a row among which those that others beat are always left out. Of more they are only left out if
+they are multiplied by those of other rows: of 24 layers with 8 options 720,000 are looked through in a second or two,
+but comparing them with each other takes minutes."""
 
 BLOCK = 64
-"""Combinations that are compared with all others at once: of 20,000 five times as fast as one by one (measured; from 16
-to 1,024 the same within a fifth)."""
+"""Combinations that are compared with all others at once: with 20,000 combinations that is five times as fast as one by
+one (measured; from 16 to 1,024 the same within a fifth)."""
 
 FALLING = 0.9
-"""Combinations are compared with the one before them again as long as that leaves fewer than this part of them: what is
-looked through for Zamba on 64 GPUs took 1.5 instead of 4.1 s, with 0.8 and 0.95 as well."""
+"""Combinations are compared with the one before them again, as long as that leaves fewer than this share of them: what
+is looked through for Zamba on 64 GPUs took 1.5 instead of 4.1 s, with 0.8 and 0.95 as well."""
 
 _LATER = np.triu(np.ones((BLOCK, BLOCK), dtype=np.bool_), 1)
-"""[one][other of a block] -> whether the other comes later."""
+"""[one of a block][other of the block] -> whether the other comes later."""
 
 SLACK = 1e-12
-"""Relative: sums that differ by less are equal, whatever the order of addition."""
+"""Relative difference up to which sums count as equal, whatever the order of addition."""
 
 
 def in_time(deadline_s: float) -> None:
-    """Raises OutOfTimeError when time.monotonic() has passed the deadline."""
+    """Raise OutOfTimeError if time.monotonic() has passed the deadline."""
     if time.monotonic() > deadline_s:
         raise OutOfTimeError("time is over before the best options are found; give it longer with --time-limit")
 
 
 @dataclass(frozen=True)
 class ItemGroup:
-    """`count` equal items with their options."""
+    """`count` equal items: weights and memory of each option."""
 
     count: int
     weights: Floats
@@ -65,13 +66,13 @@ class ItemGroup:
 
     @cached_property
     def options(self) -> tuple[bytes, bytes]:
-        """What is equal for items that have the same options."""
+        """Key that is equal for items with the same options."""
         return self.weights.tobytes(), self.memory.tobytes()
 
 
 @dataclass(frozen=True)
 class Packing:
-    """A solution: total weight, and per group how many items take which option."""
+    """A solution: total weight, and for each group how many items take which option."""
 
     weight: float
     counts: tuple[Ints, ...]
@@ -79,9 +80,9 @@ class Packing:
 
 @dataclass(frozen=True)
 class Turns:
-    """`count` equal items in a row, whose options are taken in the order given, and what they hold in each of several
-    passes over all items, [pass][option]: before an item's turn, after it, and during it beyond what it held before
-    (ending: if it is the last of them)."""
+    """`count` equal items in a row that take their options in the order given, with what they hold in each of several
+    passes over all items: [pass][option] -> bytes before an item's turn, after it, and during it beyond what it held
+    before (ending: during it, if it is the last of them)."""
 
     count: int
     weights: Floats
@@ -104,8 +105,8 @@ class Turns:
 
 @dataclass(frozen=True)
 class _Tail:
-    """Options of a row from one on, at prices of memory: what an item takes at least, and all other rows less the room
-    for all."""
+    """Options of a row from one option on, at several prices of memory. each: least price of an item with these
+    options; others: least price of all other rows, less that of the room."""
 
     prices: Floats
     each: Floats
@@ -126,12 +127,12 @@ class _Tail:
 
 @dataclass(frozen=True)
 class _PackingCase:
-    """Rows to pack, of which the last has a single item with a single option, and what can be told of them before any
-    packing is known.
+    """Rows to pack, of which the last has a single item with a single option, and what is known of their packings in
+    advance.
 
-    rooms: [pass]. starting: [pass][option] -> what is held throughout, by the option that the very first item takes.
-    One turn alone, that of the last item of a row in one of the passes, is a knapsack of `groups` and `room`, and
-    bounds the weight from below by `bound`, at the price of memory where that is the most.
+    rooms: [pass]. starting: [pass][option] -> bytes held throughout if the very first item takes the option. A single
+    turn, that of the last item of a row in one pass, is a knapsack of `groups` and `room`. It gives the lower bound
+    `bound` on the weight, at the `price` of memory at which that is highest.
     """
 
     rows: list[Turns]
@@ -146,7 +147,7 @@ class _PackingCase:
     def of(
         cls, rows: list[Turns], rooms: Floats, starting: Floats, turn: tuple[int, int] | None = None
     ) -> "_PackingCase":
-        """The case of these rows, bounded by the turn (row, pass) of the last item of a row: without one, by that of
+        """The case of these rows, bounded by the turn (row, pass) of the last item of a row; without `turn` by that of
         the very last item in the first pass."""
         place, number = turn or (len(rows) - 1, 0)
         groups = [
@@ -158,7 +159,7 @@ class _PackingCase:
 
     @cached_property
     def tails(self) -> list[list[_Tail]]:
-        """[row][option but the last] -> the options after it."""
+        """[row][option but the last] -> the options after it, at their prices."""
         known: dict[tuple[int, tuple[bytes, bytes]], list[_Tail]] = {}
         for row, group in enumerate(self.groups):
             if (group.count, group.options) not in known:
@@ -168,7 +169,7 @@ class _PackingCase:
 
     @cached_property
     def alone(self) -> list[Floats]:
-        """[row of one item][option] -> what packings in which that takes the option weigh at least."""
+        """[row of one item][option] -> lower bound on the weight of packings in which the item takes the option."""
         known: dict[tuple[bytes, bytes], Floats] = {}
         for row, group in enumerate(self.groups):
             if group.count == 1 and group.options not in known:
@@ -190,7 +191,7 @@ class _PackingCase:
         return _Tail(prices, least, self.others(row, prices))
 
     def others(self, row: int, prices: Floats) -> Floats:
-        """[price of memory] -> what all rows but this one take at least, less the room for all."""
+        """[price of memory] -> least price of all rows but this one, less that of the room."""
         found: Floats = -prices * self.room
         for kind in self.kinds:
             count = kind.count - (self.groups[row].count if kind.options == self.groups[row].options else 0)
@@ -199,7 +200,7 @@ class _PackingCase:
 
     @cached_property
     def kinds(self) -> list[ItemGroup]:
-        """The groups, those of the same options as one."""
+        """The groups, with all groups that have the same options joined into one."""
         found: dict[tuple[bytes, bytes], ItemGroup] = {}
         for group in self.groups:
             known = found.get(group.options)
@@ -208,13 +209,13 @@ class _PackingCase:
 
     @cached_property
     def later(self) -> Floats:
-        """[row][pass] -> bytes that it and all rows after it hold at least after their turns."""
+        """[row][pass] -> lower bound on the bytes that the row and all rows after it hold after their turns."""
         least = np.array([row.count * row.after.min(axis=1) for row in self.rows])
         return np.concatenate((np.cumsum(least[::-1], axis=0)[::-1], np.zeros((1, len(self.rooms)))))
 
     @cached_property
     def earlier(self) -> Floats:
-        """[row][pass] -> bytes that all rows before it hold at least."""
+        """[row][pass] -> lower bound on the bytes that all rows before it hold before their turns."""
         least = np.array([row.count * row.before.min(axis=1) for row in self.rows])
         return np.concatenate((np.zeros((1, len(self.rooms))), np.cumsum(least, axis=0)))
 
@@ -222,10 +223,11 @@ class _PackingCase:
 def lightest(
     rows: list[Turns], rooms: Floats, cutoff: float, starting: Floats, deadline_s: float = math.inf
 ) -> Packing | None:
-    """The packing of least weight below `cutoff` that in no pass and at no turn holds more than that pass's room.
+    """The packing of least weight below `cutoff` that at no turn in any pass holds more than that pass's room; None if
+    there is none.
 
-    One case for each option that the very last item may take, the most promising first. starting: [pass][option] ->
-    what is held throughout, by the option that the very first item takes. Raises OutOfTimeError at the deadline.
+    Each option of the very last item is a case of its own, the most promising first. starting: [pass][option] -> bytes
+    held throughout if the very first item takes the option. Raises OutOfTimeError at the deadline.
     """
     last = rows[-1]
     cases = []
@@ -289,7 +291,7 @@ def _lightest_of_case(case: _PackingCase, cutoff: float, deadline_s: float) -> P
 
 
 def _fullest_turn(case: _PackingCase, packing: Packing) -> tuple[int, int] | None:
-    """(row, pass) where a packing lacks most room; None if it fits."""
+    """(row, pass) of the turn at which a packing exceeds its room most; None if it fits."""
     first = int(np.argmax(packing.counts[0] > 0))
     before = case.starting[:, first]
     own = np.array([row.after @ counts for row, counts in zip(case.rows, packing.counts, strict=True)])
@@ -385,7 +387,7 @@ def _counts_in_turns(case: _PackingCase, place: int, limit: float) -> tuple[Ints
 
 
 def _options_of_one(case: _PackingCase, place: int, limit: float, free: Floats) -> tuple[Ints, float]:
-    """The same of a row of one item, all of whose options are looked at at once. free: [pass] -> bytes at its turn."""
+    """The same for a row of one item, whose options are all looked at together. free: [pass] -> bytes at its turn."""
     row, weighs = case.rows[place], case.alone[place]
     held = row.before + row.ending
     light = weighs <= limit
@@ -394,8 +396,8 @@ def _options_of_one(case: _PackingCase, place: int, limit: float, free: Floats) 
 
 
 def _unbeaten_of_row(case: _PackingCase, place: int, table: Ints, deadline_s: float) -> Ints:
-    """Combinations of a row, without those that another one beats: lower in weight or in what it holds, and higher in
-    neither."""
+    """Combinations of a row without those that another one beats, by being lower in weight or in some bytes, and higher
+    in none."""
     row = case.rows[place]
     begins = case.starting[:, np.argmax(table > 0, axis=1)].T if place == 0 else np.zeros(len(case.rooms))
     before, most = (held + begins for held in (table @ row.before.T, _most_inside(table, row)))
@@ -403,7 +405,7 @@ def _unbeaten_of_row(case: _PackingCase, place: int, table: Ints, deadline_s: fl
 
 
 def _most_inside(table: Ints, row: Turns) -> Floats:
-    """[combination][pass] -> the most that is held during the turns of a row's own items, without other rows."""
+    """[combination][pass] -> most bytes that are held during the turns of a row's own items, without other rows."""
     if row.count == 1:
         alone: Floats = (row.before + row.ending).T[table.argmax(axis=1)]
         return alone
@@ -424,8 +426,9 @@ def _most_inside(table: Ints, row: Turns) -> Floats:
 
 
 def _unbeaten(points: Floats, deadline_s: float) -> Ints:
-    """Rows, by number, that no other beats, being lower in some column and higher in none; of equal rows the first.
-    They are sorted by their columns, so that what beats a row stands before it, and mostly right before it."""
+    """Indices of the rows that no other row beats, by being lower in some column and higher in none; of equal rows the
+    first. Rows are sorted by their columns, so that a row which beats another stands before it, and mostly right before
+    it."""
     order = np.lexsort(points.T[::-1])
     left, kept, before = points.T[1:, order], [], math.inf
     while BLOCK < len(order) < FALLING * before:
@@ -443,8 +446,8 @@ def _unbeaten(points: Floats, deadline_s: float) -> Ints:
 
 
 def _nowhere_above(some: Floats, others: Floats) -> Flags:
-    """[one][other] -> whether it is above the other in no column. some, others: [column][one], without the column that
-    they are in the order of."""
+    """[one][other] -> whether it is above the other in no column. some, others: [column][one], without the column by
+    which they are sorted."""
     found = np.ones((some.shape[1], others.shape[1]), dtype=np.bool_)
     for one, other in zip(some, others, strict=True):
         found &= one[:, None] <= other
@@ -454,7 +457,7 @@ def _nowhere_above(some: Floats, others: Floats) -> Flags:
 def least_weight(
     groups: list[ItemGroup], room: float, cutoff: float = math.inf, deadline_s: float = math.inf
 ) -> Packing | None:
-    """The packing of least weight within `room`, or None if nothing fits or nothing is lighter than `cutoff`."""
+    """The packing of least weight that fits in `room`; None if nothing fits, or nothing is lighter than `cutoff`."""
     kept = [_undominated(group) for group in groups]
     slim = [ItemGroup(g.count, g.weights[k], g.memory[k]) for g, k in zip(groups, kept, strict=True)]
     if sum(g.count * float(g.memory.min()) for g in slim) > room:
@@ -479,7 +482,7 @@ def least_weight(
 
 
 def _undominated(group: ItemGroup) -> Ints:
-    """Options that no other beats in both weight and memory."""
+    """Indices of the options that no other beats in both weight and memory."""
     order = np.lexsort((group.weights, group.memory))
     lightest_before = np.concatenate(([np.inf], np.minimum.accumulate(group.weights[order])[:-1]))
     return order[group.weights[order] < lightest_before]
@@ -492,8 +495,8 @@ def _spread(counts: Ints, kept: Ints, group: ItemGroup) -> Ints:
 
 
 def tie_prices(weights: list[Floats], memory: list[Floats]) -> Floats:
-    """Prices of memory at which two options of a row cost the same, in ascending order: the tightest bound is at one of
-    them, or at none."""
+    """Prices of memory at which two options of a row cost the same, ascending, with 0 first. The tightest bound is at
+    one of them."""
     found = [np.zeros(1)]
     for weight, size in zip(weights, memory, strict=True):
         dearer, saved = weight[:, None] - weight[None, :], size[None, :] - size[:, None]
@@ -503,7 +506,8 @@ def tie_prices(weights: list[Floats], memory: list[Floats]) -> Floats:
 
 
 def _best_price(groups: list[ItemGroup], room: float) -> tuple[float, float]:
-    """(lambda, L(lambda)) of the tightest bound; L is concave with kinks where two options of a group tie."""
+    """(lambda, L(lambda)) with the tightest bound. L is concave, and has kinks where two options of a group cost the
+    same."""
     prices = tie_prices([group.weights for group in groups], [group.memory for group in groups])
     bounds = -prices * room
     for group in groups:
@@ -513,7 +517,8 @@ def _best_price(groups: list[ItemGroup], room: float) -> tuple[float, float]:
 
 
 def _rounded(groups: list[ItemGroup], room: float, price: float) -> Packing:
-    """Every item at its cheapest option at this price, ties to the smaller; then lighter ones while they fit."""
+    """A packing with every item at its cheapest option at this price, the smallest of equally cheap ones; then with
+    lighter options as far as they fit."""
     counts = []
     used = weight = 0.0
     for group in groups:
@@ -583,7 +588,7 @@ def _enumerated(groups: list[ItemGroup], room: float, price: float, gap: float, 
 
 
 def _traced(tables: list[Ints], chosen: list[tuple[Ints, Ints]], weight: Floats) -> Packing:
-    """The lightest label's choices. chosen: per group (label before it, row of its table) of every label."""
+    """The packing of the lightest label. chosen: for each group, (label before it, row of its table) of every label."""
     label = int(np.argmin(weight))
     total = float(weight[label])
     counts: list[Ints] = []
@@ -594,7 +599,7 @@ def _traced(tables: list[Ints], chosen: list[tuple[Ints, Ints]], weight: Floats)
 
 
 def _reduced(group: ItemGroup, price: float) -> Floats:
-    """Per option: what it costs above the group's cheapest at this price."""
+    """[option] -> what it costs above the group's cheapest option at this price."""
     cost: Floats = group.weights + price * group.memory
     reduced: Floats = cost - cost.min()
     return reduced
@@ -630,8 +635,8 @@ def _counts_within(group: ItemGroup, price: float, gap: float, least: float, mos
 
 
 def _meeting(left: Ints, *limits: tuple[float, Floats]) -> tuple[Ints, Ints]:
-    """[combination] -> (least, most) of the `left` items that may take an option. limits: (what each such item adds,
-    [combination] -> what all of them may add at most)."""
+    """[combination] -> (fewest, most) of the `left` items that may take an option within all limits. limits: (what each
+    such item adds, [combination] -> what all of them may add at most)."""
     fewest, most = np.zeros(len(left)), left.astype(float)
     for each, room in limits:
         if each > 0:
@@ -642,14 +647,14 @@ def _meeting(left: Ints, *limits: tuple[float, Floats]) -> tuple[Ints, Ints]:
 
 
 def _extended(fewest: Ints, most: Ints) -> tuple[Ints, Ints]:
-    """(combination, items of its that take the next option), for each from `fewest` to `most`."""
+    """(combination, number of its items that take the next option), one for each number from `fewest` to `most`."""
     widths = most - fewest + 1
     rows = np.repeat(np.arange(len(most)), widths)
     return rows, fewest[rows] + np.arange(len(rows)) - np.repeat(np.cumsum(widths) - widths, widths)
 
 
 def _pareto(weight: Floats, memory: Floats) -> Ints:
-    """Labels that no other beats in both, by ascending memory."""
+    """Indices of the labels that no other beats in both weight and memory, by ascending memory."""
     if not len(weight):
         return np.zeros(0, dtype=np.int64)
     order = np.lexsort((weight, memory))

@@ -1,5 +1,5 @@
-"""What layers of a model take at least on one kind of device, before anything is known of how data is split and where
-ranks are: seconds of one micro-batch, and the bytes that they keep and hold."""
+"""Lower bounds on what layers of a model take on one kind of device, before it is decided how data is split and where
+ranks are: seconds of one micro-batch, and bytes that they keep and hold."""
 
 import math
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from ..plan.shape import NO_EXTRAS, LayerOption, Offered, Shape
 
 @dataclass(frozen=True)
 class Least:
-    """What the layers of a family take at least: [run] -> seconds of a layer for one micro-batch, in all and forward;
-    trainable elements of all layers.
+    """Lower bounds for the layers of a family. seconds, forward_s: [run] -> seconds of a layer for one micro-batch, and
+    of its forward; elements: trainable elements of all layers.
 
-    held: [run] -> ([way to recompute] -> bytes that a layer keeps of a micro-batch, bytes that it holds anyway).
-    fewest_bytes: activations of all layers at least. whole, whole_trainable: elements of all layers, before they are
-    sharded over data ranks. turn: [run] -> bytes of its activations in a layer's turn.
+    held: [run] -> ([way to recompute] -> bytes that a layer keeps of a micro-batch, bytes that it holds in any case).
+    fewest_bytes: activations of all layers. whole, whole_trainable: elements of all layers, before they are sharded
+    over data ranks. turn: [run] -> bytes of its activations during a layer's turn.
     """
 
     seconds: Floats
@@ -40,7 +40,7 @@ class Least:
 
 
 class LeastWork:
-    """The least of one chain on one kind of device; keeps what shapes share."""
+    """Lower bounds for one chain on one kind of device; keeps what shapes share."""
 
     def __init__(self, chain: Chain, model: CostModel) -> None:
         self.chain = chain
@@ -55,16 +55,18 @@ class LeastWork:
         return alone
 
     def exchanged_s(self, shape: Shape) -> Floats:
-        """[run] -> of those, (tokens sent in the forward, tokens sent in the backward and tensor traffic)."""
+        """[run] -> parts of `passes_s`: (seconds of tokens sent in the forward, seconds of tokens sent in the backward
+        and of tensor traffic)."""
         alone: Floats = self._parts_at_s(shape, [shape.samples])[0][:, 2:]
         return alone
 
     def passes_at_s(self, shape: Shape, samples: Sequence[float]) -> Floats:
-        """[samples][run] -> the same for micro-batches of which a rank has so many samples, whatever the shape's."""
+        """[samples][run] -> the same as `passes_s`, for micro-batches of which a rank has so many samples; the shape's
+        own do not matter."""
         return self._parts_at_s(shape, samples)[:, :, :2]
 
     def _parts_at_s(self, shape: Shape, samples: Sequence[float]) -> Floats:
-        """[samples][run] -> what `passes_s` and `exchanged_s` give."""
+        """[samples][run] -> the numbers of `passes_s` and `exchanged_s`."""
         key = shape.tensor, shape.sequence, shape.expert, shape.cuts, shape.pipeline == 1
         known = self._passes.setdefault(key, {})
         missing = [each for each in samples if each not in known]
@@ -78,9 +80,9 @@ class LeastWork:
         return np.array([known[each] for each in samples])
 
     def of(self, shape: Shape, room: float, offered: Offered = NO_EXTRAS) -> Least | None:
-        """What the layers of a family take at least; None if even that does not fit in memory. shape: the family's,
+        """Lower bounds for the layers of a family; None if even these do not fit in memory. shape: the family's shape
         with everything sharded over all data ranks. room: bytes that the allocator may hand out on one rank of every
-        stage together. offered: options of layers beyond the usual."""
+        stage together. offered: options of layers beyond the usual ones."""
         model, counts = self.model, self._counts
         state = state_bytes(shape, model.training)
         # With one micro-batch a gradient comes when its layer's activations go.
@@ -123,7 +125,7 @@ class LeastWork:
 
     @memo_by(lambda self, shape, offered: (offered, shape.pipeline == 1, *self._kept_as(shape)))
     def _ways(self, shape: Shape, offered: Offered) -> "LeastWays":
-        """What layers keep and run again, whatever the schedule."""
+        """What layers keep and recompute, whatever the schedule."""
         model, any_schedule = self.model, shape if shape.pipeline == 1 else replace(shape, schedule="zb-h1")
 
         def found(kind: Kind) -> tuple[float, Floats, Floats]:
@@ -139,8 +141,8 @@ class LeastWork:
 
     @memo_by(lambda self, kind, shape, ways: (kind, ways, *self._kept_as(shape)))
     def of_ways(self, kind: Kind, shape: Shape, ways: tuple[LayerOption, ...]) -> tuple[Floats, Floats]:
-        """[way to recompute, and place] -> (bytes that a layer keeps of a micro-batch on the device, seconds that it
-        takes longer), at least."""
+        """[way to recompute, and place] -> lower bounds on (bytes that a layer keeps of a micro-batch on the device,
+        seconds that it takes longer)."""
         kept, longer_s = np.zeros(len(ways)), np.zeros(len(ways))
         for i, way in enumerate(ways):
             longer_s[i] = self.model.least_again_s(kind, shape, way.recompute)
@@ -151,16 +153,16 @@ class LeastWork:
         return kept, longer_s
 
     def _kept_as(self, shape: Shape) -> tuple[object, ...]:
-        """What of a shape decides what its layers keep of a micro-batch."""
+        """The fields of a shape that decide what its layers keep of a micro-batch."""
         work = shape.tensor, shape.sequence, shape.cuts, shape.expert, shape.samples
         return *work, shape.schedule in ZERO_BUBBLE
 
 
 @dataclass(frozen=True)
 class LeastWays:
-    """What layers keep and run again of one micro-batch at least. turn: [run] -> bytes of its activations in a layer's
-    turn; kept, again_s: [run][way to recompute] -> bytes that it keeps, seconds that it runs again; fewest: bytes that
-    all keep."""
+    """Lower bounds on what layers keep and recompute of one micro-batch. turn: [run] -> bytes of activations during a
+    layer's turn; kept, again_s: [run][way to recompute] -> bytes that it keeps, seconds of its recompute; fewest: bytes
+    that all layers together keep."""
 
     turn: Floats
     kept: list[Floats]
@@ -169,8 +171,8 @@ class LeastWays:
 
 
 def _computed_s(model: CostModel, shape: Shape, samples: Sequence[float]) -> Floats:
-    """[kind][pass][samples] -> seconds of what layers compute at least: without hooks and casts, which depend on how
-    data is split, and on one stage without what they wait for the host, which long layers may hide."""
+    """[kind][pass][samples] -> lower bound on the seconds that layers compute: without hooks and casts, which depend on
+    how data is split; with one stage also without waiting for the host, which long layers may hide."""
     kinds = [model.compute_of_each(kind, shape, samples) for kind in model.kinds_of_layers]
     if shape.pipeline > 1:
         return np.array([[[e[n].forward for n in samples], [e[n].backward for n in samples]] for e in kinds])
@@ -207,5 +209,5 @@ def _tensor_s(model: CostModel, kind: Kind, at_one: Shape, at_most: Shape, share
 
 
 def _sent_s(model: CostModel, kind: Kind, shape: Shape) -> Floats:
-    """[place of expert ranks] -> seconds of sending tokens once."""
+    """[place of expert ranks] -> seconds to send tokens once."""
     return np.array([model.dispatch_of(kind, shape, stride)[0] for stride in model.places(shape.expert)])

@@ -1,8 +1,9 @@
-"""Bounds of all shapes of a family that know memory: what each holds whatever is recomputed, and what recompute adds.
+"""Bounds that take memory into account, for all shapes of a family: what each shape holds whatever is recomputed, and
+what recompute adds.
 
-Layers are taken as fluid and memory has a price (relaxed.py). The ways to recompute are those of the family, at their
-least, so that shapes differ in what they hold of parameters, gradients and copies only. Columns are [shape], tables
-[kind of layer][shape], as in shape_bounds.py.
+Layers are taken as divisible, and memory has a price (relaxed.py). The ways to recompute are those of the family, at
+their least costs, so shapes differ only in what they hold of parameters, gradients and copies. Columns are [shape],
+tables [kind of layer][shape], as in shape_bounds.py.
 """
 
 from collections.abc import Sequence
@@ -38,8 +39,8 @@ class _Ways:
 
 @dataclass(frozen=True)
 class _HeldBytes:
-    """Bytes in the middle of a step, whatever is recomputed: tables of what a layer holds without copies of parameters,
-    and of those copies; the column of what an element that several layers read is counted too often."""
+    """Bytes in the middle of a step, whatever is recomputed. Tables of what a layer holds without copies of parameters,
+    and of those copies; the column of what is counted too often for elements that several layers read."""
 
     fixed: Floats
     copies: Floats
@@ -49,7 +50,7 @@ class _HeldBytes:
 
 
 class MemoryBounds:
-    """Such bounds of one model, cluster and job; keeps what families share."""
+    """Such bounds for one model, cluster and job; keeps what families share."""
 
     def __init__(self, bounds: ShapeBounds) -> None:
         self.bounds = bounds
@@ -60,8 +61,8 @@ class MemoryBounds:
         self._known_held: dict[tuple[object, ...], _HeldBytes] = {}
 
     def seconds(self, family: Family, leaves: Leaves, some: Ints, recompute: Recompute | None, pins: Pins) -> Floats:
-        """[of these shapes] -> seconds that no assignment beats; infinite where what is held cannot fit. Where devices
-        are alike only."""
+        """[of these shapes] -> lower bound in seconds for all cuts and options; infinite if what is held cannot fit.
+        For equal devices only."""
         ways, counts = self._ways(family, leaves, recompute, pins.offered), self.bounds.counts
         held = self._held(family, leaves)
         room = self.bounds.held(family, leaves).room / family.pipeline + held.twice
@@ -133,7 +134,7 @@ class MemoryBounds:
         return runs, flights, rooms, bounds.least_between_s(family, leaves)[:, some], -data.twice_s[some]
 
     def columns(self, family: Family, leaves: Leaves, recompute: Recompute | None, pins: Pins) -> DeviceColumns:
-        """What every stage of these shapes of a pipeline can take on this device, whatever the schedule."""
+        """Lower bounds for every stage of these shapes of a pipeline on this device, whatever the schedule."""
         ways, held = self._ways(family, leaves, recompute, pins.offered), self._held(family, leaves)
         room = self.bounds.held(family, leaves).room / family.pipeline + held.twice
         return DeviceColumns(
@@ -153,8 +154,8 @@ class MemoryBounds:
         pins: Pins,
         cuts: Sequence[StageCuts],
     ) -> Floats:
-        """[of these shapes] -> seconds that a chunked family takes at least with the best of these cuts, each rank with
-        the recompute that its memory asks for of layers that may be divided."""
+        """[of these shapes] -> lower bound in seconds for a chunked family with the best of these cuts, where each rank
+        recomputes what its memory asks for, and layers may be divided."""
         bounds, here, shape = self.bounds, self.bounds.kind_of_run, family.frugal
         ways, held = self._ways(family, leaves, recompute, pins.offered), self._held(family, leaves)
         room = (bounds.held(family, leaves).room / family.pipeline + held.twice)[some]
@@ -184,16 +185,16 @@ class MemoryBounds:
         return least_s
 
     def slowest_s(self, family: Family, leaves: Leaves, recompute: Recompute | None, pins: Pins) -> Floats:
-        """[shape] -> seconds per micro-batch that the slowest rank of a pipeline takes at least to hold all layers of
-        the most frequent kind, whatever the schedule: none has fewer micro-batches in flight than 1F1B. Infinite where
-        they cannot be held. recompute: as of `seconds`; it counts if it is pinned."""
+        """[shape] -> lower bound on the seconds per micro-batch of a pipeline's slowest rank, from holding all layers
+        of the most frequent kind, whatever the schedule: none has fewer micro-batches in flight than 1F1B. Infinite if
+        they cannot be held. recompute: as in `seconds`; it counts if it is pinned."""
         recompute = recompute if pins.recompute else None
         return self._slowest_s(family.any_schedule, leaves, recompute, pins, in_flight(family.any_schedule))
 
     def slowest_chunked_s(self, family: Family, leaves: Leaves, recompute: Recompute | None, pins: Pins) -> Floats:
-        """[shape] -> seconds per micro-batch that the slowest rank of a chunked family takes at least to hold all
-        layers of the most frequent kind, with what its schedule lets them recompute. An interleaved rank counts the
-        micro-batches in flight in that one of its stages which has fewest."""
+        """[shape] -> lower bound on the seconds per micro-batch of a chunked family's slowest rank, from holding all
+        layers of the most frequent kind, with the recompute that its schedule allows. For an interleaved rank the
+        micro-batches in flight are those of the stage that has fewest."""
         if family.schedule in ZERO_BUBBLE:
             return self._slowest_s(family.any_schedule, leaves, recompute, pins, in_flight(family.any_schedule))
         frame = Chunking(family.schedule, family.pipeline, family.virtual_stages)
@@ -204,8 +205,8 @@ class MemoryBounds:
     def _slowest_s(
         self, family: Family, leaves: Leaves, recompute: Recompute | None, pins: Pins, flights: tuple[float, ...]
     ) -> Floats:
-        """[shape] -> seconds per micro-batch that the slowest rank takes at least to hold all layers of the most
-        frequent kind. flights: [rank] -> micro-batches in flight. recompute: what all layers do, if not None."""
+        """[shape] -> lower bound on the seconds per micro-batch of the slowest rank, from holding all layers of the
+        most frequent kind. flights: [rank] -> micro-batches in flight. recompute: of all layers; None: each chooses."""
         key = leaves, family, recompute, pins.offered, flights
         if key not in self._known_slowest:
             kind, everywhere = self._common, np.arange(len(leaves.each))
@@ -223,8 +224,9 @@ class MemoryBounds:
         return self._known_slowest[key]
 
     def _grouped(self, family: Family, leaves: Leaves, each_s: Floats, some: Ints) -> tuple[Ints, Ints, Floats]:
-        """(one of these shapes for each that differs in more than its place, which of them each is like, least of their
-        columns of `each_s`): shapes that are placed differently have the same memory."""
+        """(indices of one shape for each group of shapes that differ only in placement, [of these shapes] -> number of
+        its group, [kind][group] -> least of `each_s` in it). Shapes that are only placed differently have the same
+        memory."""
         if leaves.anywhere:
             return np.arange(len(some)), np.arange(len(some)), each_s
         alike = self.bounds.alike(family, leaves)[1]
@@ -243,8 +245,8 @@ class MemoryBounds:
         room: Floats,
         some: Ints,
     ) -> Floats:
-        """[of these shapes] -> seconds that no assignment of a single stage beats, where each layer keeps or gives back
-        its gathered parameters; infinite where the layers cannot be held."""
+        """[of these shapes] -> lower bound in seconds for all options with a single stage, where each layer keeps or
+        gives back its gathered parameters; infinite if the layers cannot be held."""
         room = room[some] - self.model.held_bytes(family.frugal)
         choices = [(kept.step_s[:, some], (held.fixed + held.copies)[:, some])]
         if given is not None:
@@ -255,8 +257,8 @@ class MemoryBounds:
     def _passing(
         self, family: Family, leaves: Leaves, kind: int, options: tuple[LayerOption, ...], kept: Floats, some: Ints
     ) -> tuple[Floats, Floats]:
-        """[way][of these shapes] -> bytes that are there only in the turn of a layer of a kind, as of passing_bytes.
-        options, kept: [way]."""
+        """[way][of these shapes] -> bytes that are there only during the turn of a layer of this kind, as passing_bytes
+        gives them. options, kept: [way]."""
         data, held, own = self.bounds.data(family, leaves), self._held(family, leaves), self.bounds.kinds[kind]
         ahead = self.model.fetched_ahead(own, family.frugal)
         gathered = data.elements.gathered
@@ -287,7 +289,7 @@ class MemoryBounds:
     def _ways_of_kinds(
         self, family: Family, leaves: Leaves, recompute: Recompute | None, offered: Offered, some: Sequence[int]
     ) -> list[tuple[Floats, Floats]]:
-        """[of these kinds] -> `_ways_of` it."""
+        """[of these kinds] -> what `_ways_of` returns for it."""
         attention_s, rest_s = self.bounds.exchanges_again_s(family, leaves, some)
         return [
             self._ways_of(self.bounds.kinds[i], family.frugal, recompute, offered, float(a), float(r))
@@ -303,7 +305,7 @@ class MemoryBounds:
         attention_s: float,
         rest_s: float,
     ) -> tuple[Floats, Floats]:
-        """([way] -> seconds longer than without recompute, or than with what is pinned, bytes kept)."""
+        """([way] -> seconds longer than without recompute, or than with the pinned one; [way] -> bytes kept)."""
         model, options = self.model, self.model.ways_with_places(kind, recompute, offered)
         kept, again_s = self.bounds.least.of_ways(kind, shape, options)
         attention = np.array([model.repeats_attention(kind, shape, way.recompute) for way in options])
@@ -352,6 +354,6 @@ class MemoryBounds:
 
 
 def in_flight(family: Family) -> tuple[float, ...]:
-    """[rank] -> micro-batches in flight under 1F1B at the last layer's turn, when another one may be gone."""
+    """[rank] -> micro-batches in flight under 1F1B during the last layer's turn, when one may be gone already."""
     most = max(1, family.num_microbatches - 1)
     return tuple(float(min(ahead, most)) for ahead in range(family.pipeline, 0, -1))

@@ -26,7 +26,8 @@ from .unequal import UnequalPrices
 
 @dataclass(frozen=True)
 class Solved:
-    """A shape with an assignment of its layers; `seconds`: the simulated step, without what the software takes once."""
+    """A shape with cuts and options. seconds: the simulated step, without the time that the software takes once per
+    step."""
 
     shape: Shape
     prices: StagePrices | UnequalPrices
@@ -35,7 +36,7 @@ class Solved:
 
 
 class Solver(Protocol):
-    """What nodes ask of the search."""
+    """What nodes need from the search."""
 
     bounds: Bounds
 
@@ -53,21 +54,22 @@ class Solver(Protocol):
         deadline_s: float,
         least_s: float = 0.0,
     ) -> Solved | None:
-        """The best stages of a shape that were found, if they are faster than `cutoff_s`."""
+        """The best plan of a shape that was found, if it is faster than `cutoff_s`; else None."""
 
 
 class Node(Protocol):
-    """A set of plans: none takes less than `bound` seconds, and the best is likely to take `guess`."""
+    """A set of plans. bound: lower bound in seconds for all of them; guess: seconds that the best of them is likely to
+    take."""
 
     bound: float
 
     @property
     def guess(self) -> float:
-        """Seconds."""
+        """Seconds that the best plan is likely to take."""
 
     def children(self, cutoff_s: float, enough_s: float) -> Iterable["Node"]:
-        """Nodes that together hold the same plans, but for those that take `cutoff_s` or longer. enough_s: bounds need
-        to be no higher, where that takes long."""
+        """Nodes that together hold the same plans, except some that take `cutoff_s` or longer. enough_s: slow bounds
+        need not be raised beyond it."""
 
 
 @dataclass
@@ -81,11 +83,11 @@ class SplitNode:
 
     @property
     def guess(self) -> float:
-        """As good as its bound."""
+        """The bound: there is no better guess."""
         return self.bound
 
     def children(self, cutoff_s: float, enough_s: float) -> Iterator[Node]:
-        """One for each micro-batch."""
+        """One node for each micro-batch."""
         groups: dict[int, list[Family]] = {}
         for family in self.space.families_of(self.split):
             groups.setdefault(family.micro_batch, []).append(family)
@@ -99,7 +101,7 @@ class SplitNode:
 
 @dataclass
 class WorkNode:
-    """Families of one micro-batch. raised: whether its bound knows memory and traffic."""
+    """Families with one micro-batch. raised: whether the bound takes memory and data ranks' traffic into account."""
 
     bound: float
     families: tuple[Family, ...]
@@ -109,11 +111,11 @@ class WorkNode:
 
     @property
     def guess(self) -> float:
-        """As good as its bound."""
+        """The bound: there is no better guess."""
         return self.bound
 
     def children(self, cutoff_s: float, enough_s: float) -> Iterator[Node]:
-        """Itself with a better bound, then one for each schedule."""
+        """First itself with a better bound, then one node for each schedule."""
         bounds = self.search.bounds
         if not self.raised:
             least_s = bounds.anywhere_s(self.families[0], self.space)
@@ -127,8 +129,8 @@ class WorkNode:
 
 @dataclass
 class FamilyNode:
-    """Shapes that differ in how data is split, in when gradients are reduced and in the order of axes. raised: whether
-    its bound knows what the schedule holds."""
+    """Shapes that differ in how data is split, in when gradients are reduced, and in the order of axes. raised: whether
+    the bound takes into account what the schedule holds."""
 
     bound: float
     family: Family
@@ -138,11 +140,11 @@ class FamilyNode:
 
     @property
     def guess(self) -> float:
-        """As good as its bound."""
+        """The bound: there is no better guess."""
         return self.bound
 
     def children(self, cutoff_s: float, enough_s: float) -> Iterator[Node]:
-        """Itself with a better bound, then its shapes."""
+        """First itself with a better bound, then its shapes."""
         bounds = self.search.bounds
         if not self.raised:
             least_s = bounds.held_s(self.family, self.space)
@@ -156,14 +158,14 @@ class FamilyNode:
 
 @dataclass
 class ShapesNode:
-    """The shapes of a family that are left, the one that is likely to be fastest first. raised: whether guesses and
-    bounds take memory into account; known: how many prices of their table (fluid.py) their bounds take into account.
-    slower: factor on the first guess by now, because other shapes of the family took longer than theirs."""
+    """The shapes of a family that are left, with the likely fastest first. raised: whether guesses and bounds take
+    memory into account. known: how many prices of their table (fluid.py) the bounds take into account. slower: factor
+    by which the first guess has been raised, because other shapes of the family took longer than theirs."""
 
     bound: float
     guess: float
     shapes: Sequence[tuple[float, float, int]]
-    """(guess, bound, which of the family) of each."""
+    """(guess, bound, index of the shape in its family) of each."""
     family: FamilyNode
     raised: bool = False
     known: int = 0
@@ -179,13 +181,13 @@ class ShapesNode:
         raised: bool,
         known: int = 0,
     ) -> "Iterator[ShapesNode]":
-        """That of some shapes, if there are any."""
+        """One node for these shapes; none if there are none."""
         found = sorted(zip(guesses, bounds, some, strict=True))
         if found:
             yield cls(min(bound for _, bound, _ in found), found[0][0], found, family, raised, known)
 
     def children(self, cutoff_s: float, enough_s: float) -> Iterator[Node]:
-        """Itself with better bounds, then the first shape, and the others."""
+        """First itself with better bounds, then its first shape, and a node for the others."""
         family, space, search = self.family.family, self.family.space, self.family.search
         guesses, bounds = [shape[0] for shape in self.shapes], [shape[1] for shape in self.shapes]
         some, known = [which for _, _, which in self.shapes], search.bounds.num_prices(family)
@@ -213,13 +215,13 @@ class ShapesNode:
 
 @dataclass(eq=False)
 class ShapeNode:
-    """One shape: the leaf of the tree.
+    """One shape: a leaf of the tree.
 
-    Its bound holds for all of its plans, so what is found may be slower: then the bound stands, and the difference is a
-    gap of the proof. by_cuts: whether the bound knows each of its cuts, if those are not too many; by_kind: whether it
-    knows all options, but not yet in which order kinds of layers come; raised: whether it knows all cuts and options as
-    well as it can. asked: whether its best plan has been looked for, found or not; settled: whether more cuts have been
-    looked at after that. known, slower: as of `ShapesNode`.
+    The bound holds for all of its plans; what is found may be slower, and the difference is a gap in the proof.
+    by_cuts: whether the bound takes each of the shape's cuts into account, if those are not too many. by_kind: whether
+    it takes all options into account, but not yet the order of kinds of layers. raised: whether it takes all cuts and
+    options into account as well as it can. asked: whether the best plan has been looked for, found or not. settled:
+    whether more cuts have been looked at after that. known, slower: see `ShapesNode`.
     """
 
     bound: float
@@ -240,17 +242,18 @@ class ShapeNode:
 
     @cached_property
     def prices(self) -> StagePrices | UnequalPrices:
-        """What its stages cost."""
+        """Prices of its stages."""
         pins = self.space.pins
         return self.search.priced(self.shape, recompute_of(self.family, pins), pins.reshard, self.family.offered)
 
     @cached_property
     def has_few_cuts(self) -> bool:
-        """Whether it is a pipeline with so few cuts that all can be looked at instead of a bound."""
+        """Whether it is a pipeline with so few cuts that all are looked at instead of making a program."""
         return self.shape.pipeline > 1 and num_cuts(self.prices) <= FEW_CUTS
 
     def children(self, cutoff_s: float, enough_s: float) -> "Iterator[ShapeNode]":
-        """Itself with a bound that knows all options, then all cuts; none if that reaches the cut-off."""
+        """Itself with a bound that takes all options into account, then all cuts; none if the bound reaches
+        `cutoff_s`."""
         self.learn()
         self.look_at_cuts(cutoff_s)
         least_s, bounds = self.bound, self.search.bounds
@@ -267,7 +270,7 @@ class ShapeNode:
             yield self
 
     def learn(self) -> bool:
-        """Whether the bound could be raised, by prices that programs of other shapes have found since."""
+        """Raise the bound by prices that programs of other shapes have found since. Whether that raised it."""
         found, before = self.search.bounds.num_prices(self.family), self.bound
         if found > self.known:
             which = np.array([self.space.leaves(self.family).each.index(self._leaf)])
@@ -288,7 +291,8 @@ class ShapeNode:
         )
 
     def by_ranks_s(self, cutoff_s: float) -> float:
-        """Seconds that its ranks take at least if each holds one stage, 0 if more; notes the cuts that come near."""
+        """Lower bound in seconds from what the shape's ranks take, if each holds one stage; else 0. Stores cuts that
+        may come near it."""
         if self.shape.virtual_stages > 1 or self.shape.pipeline == 1:
             return 0.0
         least_s, cuts = least_by_ranks(self.prices, cutoff_s)
@@ -296,16 +300,17 @@ class ShapeNode:
         return least_s
 
     def look_at_cuts(self, cutoff_s: float) -> None:
-        """Raise the bound of a pipeline by a look at each of its cuts, once, where they are not too many."""
+        """Raise the bound of a pipeline by looking at each of its cuts, if these are not too many; only the first
+        time."""
         if not self.by_cuts and self.shape.pipeline > 1 and num_cuts(self.prices) <= MANY_CUTS:
             self.bound = max(self.bound, least_of_cuts_s(self.prices, self.bound, cutoff_s) * (1 - ROUNDING))
         self.by_cuts = True
 
     def solve(self, cutoff_s: float, deadline_s: float) -> Solved | None:
-        """The best of its plans that was found, if it is faster than `cutoff_s`."""
+        """The best plan of the shape that was found, if it is faster than `cutoff_s`; else None."""
         return self.search.solved(self.prices, self.family, self.cuts, cutoff_s, deadline_s, self.bound)
 
 
 def expired(deadline_s: float) -> bool:
-    """Whether the time of a search is over."""
+    """Whether the deadline of a search has passed."""
     return time.monotonic() > deadline_s

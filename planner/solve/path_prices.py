@@ -14,11 +14,11 @@ from .table import Table
 
 @dataclass(frozen=True)
 class PathPrices:
-    """The dual of a program: what a second of each pass and a byte on each rank count.
+    """The dual of a program: the price of a second of each pass, and of a byte on each rank.
 
-    passes: [forward, backward, weight][stage], a mean of paths. ends: [rank] -> share of the paths that end on it.
-    per_byte_s: [rank] -> seconds. given: [run][stage] -> seconds that a layer there is given for the order of layers
-    and for the stages to hold some; given_s: what all that is worth.
+    passes: [forward, backward, weight][stage] -> a mean over paths. ends: [rank] -> share of the paths that end on it.
+    per_byte_s: [rank] -> seconds. given: [run][stage] -> seconds by which a layer there is cheaper, for the order of
+    layers and because every stage holds some; given_s: sum of what that is worth.
     """
 
     passes: Floats
@@ -29,24 +29,24 @@ class PathPrices:
 
     @property
     def num_waits(self) -> Floats:
-        """[stage but the last] -> transfers after it that are waited for."""
+        """[stage but the last] -> number of transfers after it for which the paths wait."""
         return num_waits_of(self.passes)
 
 
 def num_waits_of(passes: Floats) -> Floats:
-    """[stage but the last] -> times that passes wait for what crosses after it: forwards of the next one, and its own
-    backwards."""
+    """[stage but the last] -> number of passes that wait for what crosses after it: forwards of the next stage, and its
+    own backwards."""
     waits: Floats = passes[0, 1:] + passes[1, :-1]
     return waits
 
 
 @dataclass(frozen=True)
 class ManyLayers:
-    """What layers of one run cost at least in many shapes: [shape] -> seconds of forward, and of both passes at the
-    fastest option; bytes whatever the option; [option] -> seconds that it takes longer, bytes that a micro-batch keeps
-    with it. weight_s: gradients of weights, with zero bubbles; once_s: [shape], at the end of a step; paired: [shape]
-    -> bytes by which the turn of one takes more at least with one of its kind after it in its stage. Runs of one kind
-    share these arrays."""
+    """Lower bounds on the costs of the layers of one run, in many shapes. forward_s, both_s: [shape] -> seconds of the
+    forward, and of both passes, at the fastest option; fixed: [shape] -> bytes with any option; again_s, kept: [option]
+    -> seconds longer, bytes that a micro-batch keeps. weight_s: seconds of gradients of weights, with zero bubbles;
+    once_s: [shape] -> seconds at the end of a step; paired: [shape] -> bytes by which the turn of a layer takes more,
+    if one of its kind comes after it in its stage. Runs of one kind share these arrays."""
 
     count: float
     forward_s: Floats
@@ -59,7 +59,7 @@ class ManyLayers:
     paired: Floats
 
     def of(self, count: float) -> "ManyLayers":
-        """So many layers that cost the same."""
+        """`count` layers that cost the same."""
         return replace(self, count=count)
 
 

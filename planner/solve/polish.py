@@ -1,7 +1,8 @@
-"""Cuts of a chunked pipeline that its simulated step asks for: all there are if those are few, else better neighbours.
+"""Better cuts of a pipeline, judged by its simulated step: the best of all cuts if these are few, else better
+neighbours of cuts that were found.
 
-The cuts that chunked.py tries balance the ranks before memory is known. From the best of them places are handed on
-between stages, each time as the step, played out with what memory makes each rank recompute, gets shortest.
+The cuts that chunked.py tries balance the ranks before memory is known. From the best of these, places are handed from
+stage to stage, each time so that the step, simulated with the recompute that memory asks for, gets shortest.
 """
 
 import math
@@ -23,36 +24,39 @@ from .enumerated import Enumerated
 from .scan import Assignment
 
 MOST_CUTS, MOST_CHUNKED = 50_000, 300_000
-"""So many ways to cut the chain, or fewer, are all looked at where no bound reaches the best and there is time: of 1F1B
-and GPipe, whose cuts scan.py finds, and of chunked schedules. Tried with ten chains of 24 unequal layers as four ranks
-of two stages: with the first number for both, eight of their plans are 0.5 to 9% slower, and gaps of 4 to 21% are left;
+"""Most ways to cut a chain that are all looked at if no bound reaches the best plan and there is time: for 1F1B and
+GPipe, whose cuts scan.py finds, and for chunked schedules. Tried with ten chains of 24 unequal layers as four ranks of
+two stages: with the first number for both, eight of their plans are 0.5 to 9% slower, and gaps of 4 to 21% are left;
 with the second they are proven, but for two that fill the memory, in 0.6 to 3.6 s."""
 
 CUTS_PER_S = 150_000
-"""As many are played in a second at least."""
+"""Cuts that are simulated in a second, at least."""
 
 AT_ONCE = 50_000
-"""Cuts that are played at a time, in some 80 MB."""
+"""Cuts that are simulated at a time, in about 80 MB."""
 
 FEW_CUTS = 300
-"""So many, or fewer, are looked at instead of a bound."""
+"""Most ways to cut a chain that are all looked at instead of making a program for a bound."""
 
 MANY_CUTS = 5_000
-"""So many, or fewer, are all played with layers at their least times, before memory is known."""
+"""Most ways to cut a chain that are all simulated with layers at their least times, before memory is taken into
+account."""
 
 LIKELY = 64
-"""Of those, the shortest first, as many are priced with what fits. Tried with twelve random chains of 12 layers as ZB-V
-on two GPUs: balanced cuts alone are up to 11% slower than the best of all cuts, these nowhere."""
+"""Number of these cuts, those with the shortest steps, that are priced with options that fit. Tried with twelve random
+chains of 12 layers as ZB-V on two GPUs: balanced cuts alone are up to 11% slower than the best of all cuts, these
+nowhere."""
 
 MOST_PASSES = 600_000
-"""Passes of micro-batches through stages that may be played in looking for better cuts of longer chains."""
+"""Most passes (of micro-batches through stages) that may be simulated in looking for better cuts of longer chains."""
 
 FAR = 64
-"""Stages, or fewer, whose places are handed from any to any; of more, to the nearest stage of each rank only."""
+"""Most stages with which places are handed from any stage to any other; with more, only to the nearest stage of each
+rank."""
 
 
 def num_cuts(prices: Prices) -> int:
-    """In how many ways the chain can be cut into the stages of a pipeline."""
+    """Number of ways to cut the chain into the stages of a pipeline."""
     return math.comb(len(prices.chain.places) - 2, prices.shape.pipeline * prices.shape.virtual_stages - 1)
 
 
@@ -81,14 +85,14 @@ def best_of_all(prices: Prices, below_s: float, deadline_s: float) -> tuple[Assi
 
 
 def best_of_likely(prices: Prices, below_s: float) -> Assignment | None:
-    """The fastest plan of a pipeline below so many seconds with some of the cuts whose step would be the shortest if
-    every layer took its least times; None if none of them is."""
+    """The fastest plan of a pipeline below `below_s` with one of the cuts whose step would be shortest if every layer
+    took its least times; None if there is none."""
     return _fastest(Known(prices), LIKELY, below_s, math.inf)
 
 
 def _fastest(known: Known, most: int | None, below_s: float, deadline_s: float) -> Assignment | None:
-    """The fastest plan below so many seconds, until the deadline, with each of the cuts whose step would be the
-    shortest; most: how many of these, None: all."""
+    """The fastest plan below `below_s` that is found before the deadline, trying cuts in the order of their step if
+    every layer took its least times. most: how many cuts are tried, None: all."""
     found = None
     for cuts, cut_s in islice(_shortest_first(known.prices), most):
         if cut_s >= below_s * (1 - ROUNDING) or time.monotonic() > deadline_s:
@@ -113,7 +117,7 @@ def least_of_cuts_s(prices: Prices, known_s: float, enough_s: float) -> float:
 
 
 def _shortest_first(prices: Prices) -> Iterator[tuple[Ints, float]]:
-    """(cuts, seconds of their step if every layer took its least times) of all, the shortest step first."""
+    """(cuts, seconds of their step if every layer took its least times) for all cuts, the shortest step first."""
     every, each_s = _cuts_of_shape(prices), _every_least_s(prices)
     for which in np.argsort(each_s).tolist():
         yield every[which], float(each_s[which])
@@ -125,14 +129,14 @@ def _cuts_of_shape(prices: Prices) -> Ints:
 
 @kept
 def _every_least_s(prices: Prices) -> Floats:
-    """[cuts] -> `_least_s` of all cuts; kept, as the search for a bound, for a plan and for the proof all begin with
-    it."""
+    """[cuts] -> `_least_s` of it, for all cuts. Cached, because the search for a bound, for a plan and for the proof
+    all begin with it."""
     return _least_s(prices, _cuts_of_shape(prices))
 
 
 @lru_cache(maxsize=16)
 def all_cuts(num_inner: int, num_stages: int) -> Ints:
-    """[which][stage] -> number of the place where it begins, and of the end."""
+    """[cut][stage] -> number of the place where it begins, and at last of the end; all cuts there are."""
     number = math.comb(num_inner, num_stages - 1)
     inner = chain.from_iterable(combinations(range(1, num_inner + 1), num_stages - 1))
     found = np.zeros((number, num_stages + 1), dtype=np.int64)
@@ -142,14 +146,14 @@ def all_cuts(num_inner: int, num_stages: int) -> Ints:
 
 
 def are_few(prices: Prices, left_s: float) -> bool:
-    """Whether all cuts of a pipeline can be looked at in so many seconds."""
+    """Whether all cuts of a pipeline can be looked at in `left_s` seconds."""
     most = MOST_CHUNKED if is_chunked(prices.shape.schedule) else MOST_CUTS
     return prices.shape.pipeline > 1 and num_cuts(prices) <= min(most, CUTS_PER_S * left_s)
 
 
 def _least_s(prices: Prices, cuts: Ints) -> Floats:
-    """[cuts] -> seconds of a step in which every layer takes each of its least times, and stages wait for what crosses
-    these places."""
+    """[cuts] -> seconds of a step in which every layer takes its least times, and stages wait for what crosses at these
+    cuts."""
     parts = np.array_split(cuts, max(1, -(-len(cuts) // AT_ONCE)))
     return np.concatenate([_played_s(prices, part) for part in parts])
 
@@ -188,7 +192,7 @@ def _waited(prices: Prices, cuts: Ints) -> tuple[Floats, Floats]:
 
 
 def polished(prices: Prices, found: Assignment, deadline_s: float) -> Assignment:
-    """The assignment, or a faster one with other cuts."""
+    """The plan that was found, or a faster one with other cuts."""
     shape = prices.shape
     frame, known = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages), Known(prices)
     passed_s = _passed_s(prices, frame)
@@ -215,8 +219,8 @@ def polished(prices: Prices, found: Assignment, deadline_s: float) -> Assignment
 
 
 def evened(prices: Prices, tried: Sequence[StageCuts]) -> list[Ints]:
-    """Cuts for devices that differ, [stage] -> number of the place: places of these ones are handed on while that makes
-    the slowest rank faster, fewer ranks as slow, or the stages more even in time."""
+    """[stage] -> number of the place, of cuts for unequal devices: from each of the tried ones places are handed on, as
+    long as that makes the slowest rank faster, fewer ranks as slow, or the stages more even in time."""
     frame = Chunking(prices.shape.schedule, prices.shape.pipeline, prices.shape.virtual_stages)
     passed_s = _passed_s(prices, frame)
     found: dict[tuple[int, ...], Ints] = {}
@@ -235,12 +239,12 @@ def evened(prices: Prices, tried: Sequence[StageCuts]) -> list[Ints]:
 
 
 def _passed_s(prices: Prices, frame: Chunking) -> Floats:
-    """[stage][place] -> least seconds of a micro-batch in all layers before it, on the stage's device."""
+    """[stage][place] -> least seconds of a micro-batch in all layers before the place, on the stage's device."""
     return _passed(prices, frame, lambda cost: cost.microbatch_s)
 
 
 def _passed(prices: Prices, frame: Chunking, of: Callable[[LayerCost], float]) -> Floats:
-    """[stage][place] -> the least of something in all layers before it, on the stage's device."""
+    """[stage][place] -> sum of the least of something over all layers before the place, on the stage's device."""
     each: dict[int, Floats] = {}
     for stage in range(frame.num_stages):
         on = prices.on(stage)
@@ -251,21 +255,21 @@ def _passed(prices: Prices, frame: Chunking, of: Callable[[LayerCost], float]) -
 
 
 def _cuts_of(prices: Prices, found: Assignment) -> Ints:
-    """[stage] -> number of the place where it begins, and of the end."""
+    """[stage] -> number of the place where it begins, and at last of the end."""
     lengths = [sum(prices.chain.compositions[c].counts) for c in found.compositions]
     cuts: Ints = np.searchsorted(prices.chain.places, np.concatenate(([0], np.cumsum(lengths))))
     return cuts
 
 
 def _near(cuts: Ints, frame: Chunking) -> Ints:
-    """[neighbour][stage] -> the same with a place handed from one stage to another."""
+    """[neighbour][stage] -> the cuts with a place handed from one stage to another."""
     near = cuts + _moves(frame)
     found: Ints = near[(np.diff(near) > 0).all(axis=1)]
     return found
 
 
 def _moves(frame: Chunking) -> Ints:
-    """[move] -> by how much each boundary moves."""
+    """[move][boundary] -> number of places by which it moves."""
     if frame.num_stages > FAR:
         return np.unique(np.concatenate([handed_on(frame, rank) for rank in range(frame.num_ranks)]), axis=0)
     boundaries = np.arange(frame.num_stages + 1)

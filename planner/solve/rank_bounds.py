@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline take at least when each holds whole layers: a bound for many shapes at once.
+"""Lower bounds on the step of a pipeline whose ranks each hold whole layers, for many shapes at once.
 
 Rank q holds n[q] layers of the commonest kind, beside the first or last layer of the model if its stage begins or ends
 there. In any step of any schedule it does not begin before the first micro-batch has passed the stages before it, then
@@ -7,13 +7,13 @@ has all its passes to do, and then
     without zero bubbles, the last backward passes those stages again,      T >= ahead[q] + m work[q](n[q]) + after[q]
     or its own layers reduce their gradients and the optimizer runs         T >= ahead[q] + m work[q](n[q]) + once[q]
 
-where a stage before it holds at least one layer, and work[q](n) includes what memory makes n layers run again, in any
-shares. Memory has a price for that: let each layer take the option that is cheapest at some price of a byte; their sum,
-less the price of the room, is no more than the real seconds, whatever the price. Each stage of the rank holds at least
-one layer, with the micro-batches that are in flight there; further layers may be in the stage with the fewest. If there
-are more layers than stages, two are in one stage, and the gradients of one are reduced in the turn of the other. All
-times grow with n. So, of all ranks' times for 1, 2, ... layers, the N-th smallest is the least time in which N layers
-find a place.
+where a stage before it holds at least one layer, and work[q](n) includes the recompute that memory asks of n layers, in
+any shares. Memory has a price for that: let each layer take the option that is cheapest at some price of a byte; their
+sum, less the price of the room, is no more than the real seconds, whatever the price. Each stage of the rank holds at
+least one layer, with the micro-batches that are in flight there; further layers may be in the stage with the fewest. If
+there are more layers than stages, two are in one stage, and the gradients of one are reduced in the turn of the other.
+All times grow with n. So, of all ranks' times for 1, 2, ... layers, the N-th smallest is the least time in which N
+layers find a place.
 """
 
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ from .path_prices import ManyLayers
 from .table import Table
 
 ALIKE = 0.9
-"""Layers that take at least this share of the commonest kind's time are counted with it."""
+"""Layers that take at least this share of the time of the commonest kind are counted with it."""
 
 TINY = 1e-9
-"""Micro-batches: fewer than any schedule holds."""
+"""A number of micro-batches that is smaller than any schedule holds."""
 
 
 @dataclass(frozen=True)
 class OnDevice:
-    """What layers cost on one kind of device: `runs` of the chain there; rooms: [rank][shape] -> bytes; waits_s, end_s:
-    [stage but the last][shape] and [shape], as of fluid.least_of_many_s."""
+    """Costs of layers on one kind of device. runs: of the chain there; rooms: [rank][shape] -> bytes; waits_s, end_s:
+    [stage but the last][shape] and [shape], as for fluid.least_of_many_s."""
 
     runs: Sequence[ManyLayers]
     rooms: Floats
@@ -45,9 +45,9 @@ class OnDevice:
 
 
 def least_of_ranks_s(table: Table, devices: Sequence[OnDevice], flights: Floats, on: Ints | None = None) -> Floats:
-    """[shape] -> seconds that no step of shapes with the table beats; infinite where layers cannot be held.
+    """[shape] -> lower bound in seconds for all steps of shapes with this table; infinite if layers cannot be held.
 
-    flights: [stage] -> micro-batches; on: [rank] -> which of the devices; of one alone if not given.
+    flights: [stage] -> micro-batches in flight; on: [rank] -> index of its device; None: there is one device for all.
     """
     num_ranks, last, runs = table.num_ranks, table.num_stages - 1, devices[0].runs
     on_rank = np.zeros(num_ranks, dtype=np.int64) if on is None else on
@@ -146,7 +146,8 @@ def _again_s(
 
 
 def _nth(seconds: Floats, number: int) -> Floats:
-    """[shape] -> the `number`-th smallest of [rank][shape][layers]; infinite if there are fewer."""
+    """[shape] -> the `number`-th smallest of the entries [rank][layers]; infinite if there are fewer. seconds:
+    [rank][shape][layers]."""
     places = seconds.swapaxes(0, 1).reshape(seconds.shape[1], -1)
     if places.shape[1] < number:
         return np.full(len(places), np.inf)
@@ -177,8 +178,8 @@ def _ways_there_and_back(
 
 
 def _trade(alike: Sequence[ManyLayers]) -> tuple[Floats, Floats]:
-    """(bytes that a layer keeps of a micro-batch, seconds that it runs again for it at least): the corners of the
-    lower convex hull of all ways to recompute, the fewest bytes first."""
+    """(bytes that a layer keeps of a micro-batch, least seconds of its recompute): corners of the lower convex hull of
+    all ways to recompute, the fewest bytes first."""
     points = sorted({
         (float(size), float(seconds))
         for layers in alike

@@ -1,4 +1,4 @@
-"""What a pipeline takes at least under its memory, layers taken as fluid: bounds before any stage is priced.
+"""Lower bounds for a pipeline under its memory, with layers taken as divisible, before any stage is priced.
 
 A stage with room R holds fractions of layers, each at one of its options (seconds w, bytes m). With memory at a price
 lambda, a stage that takes no longer than T does at most
@@ -6,9 +6,10 @@ lambda, a stage that takes no longer than T does at most
     work(T) = min over lambda of (T + lambda R) / c(lambda),    c(lambda) = min over layers, options of
                                                                             (w + lambda m) / worth of the layer
 
-of any kind of work that every layer is worth something of, since sum worth x <= sum (w + lambda m) x / c. All stages
-together must do all layers' worth, so the least T is where their work adds up to that. Any worth gives a bound; tried
-are what layers cost at each of some prices of memory, as then no kind of layer looks like a bargain.
+of any kind of work of which every layer is worth something, since sum worth x <= sum (w + lambda m) x / c. All stages
+together must do all layers' worth, so the least T is the one at which their work adds up to that. Any worth gives a
+bound. Those that are tried are what layers cost at each of some prices of memory, because then no kind of layer looks
+like a bargain.
 """
 
 from collections.abc import Sequence
@@ -20,21 +21,22 @@ from ..arrays import Floats, Ints
 from .knapsack import tie_prices
 
 MOST_PRICES = 24
-"""Prices of memory that are tried for shapes on one device each, spread over all: any of them gives a bound."""
+"""Most prices of memory that are tried for shapes on one device, spread over all prices; any of them gives a bound."""
 
 MOST_PRICES_OF_EACH = 8
-"""The same for shapes of several stages."""
+"""Most prices of memory that are tried for shapes of several stages."""
 
 MOST_WORTHS_OF_EACH = 2
-"""Prices, of these, at whose cost layers' worth is taken."""
+"""Number of these prices at which the cost of layers is taken as their worth."""
 
 STEPS = 8
-"""Of Newton's method, from below: work(T) is concave, so no step goes too far, and fewer give a bound as well."""
+"""Steps of Newton's method, from below. work(T) is concave, so no step goes too far, and fewer steps give a bound as
+well."""
 
 
 @dataclass(frozen=True)
 class DeviceColumns:
-    """What stages on one kind of device can take in many shapes. each_s, fixed: [kind][shape] -> seconds of a layer
+    """Lower bounds for stages on one kind of device, in many shapes. each_s, fixed: [kind][shape] -> seconds of a layer
     without recompute, bytes that it holds beside activations; again_s, kept: [kind][way to recompute] -> seconds
     longer, bytes kept of a micro-batch; rooms: [stage][shape] -> bytes."""
 
@@ -45,7 +47,7 @@ class DeviceColumns:
     rooms: Floats
 
     def beside_s(self, per_byte_s: Floats) -> Floats:
-        """[price of what a micro-batch keeps][kind] -> what recompute costs at least."""
+        """[price of what a micro-batch keeps][kind] -> least price of recompute and of what it keeps."""
         each = [(w + per_byte_s[:, None] * m).min(axis=1) for w, m in zip(self.again_s, self.kept, strict=True)]
         return np.array(each).T
 
@@ -53,9 +55,9 @@ class DeviceColumns:
 def least_slowest_of_unequal_s(
     devices: Sequence[DeviceColumns], on: Ints, flights: Floats, counts: Floats, more_s: Sequence[Sequence[Floats]]
 ) -> list[Floats]:
-    """[case][shape] -> seconds per micro-batch that the slowest stage takes at least where stages are on unequal
-    devices; infinite if the layers cannot be held. on: [stage] -> which of the devices; flights: [stage]; counts:
-    [kind] -> layers; more_s: [case][device] -> [kind][shape] seconds more of a layer."""
+    """[case][shape] -> lower bound on the seconds per micro-batch of the slowest stage, for stages on unequal devices;
+    infinite if the layers cannot be held. on: [stage] -> index of its device; flights: [stage] -> micro-batches in
+    flight; counts: [kind] -> number of layers; more_s: [case][device] -> [kind][shape] seconds more of a layer."""
     ties = np.concatenate([tie_prices(list(device.again_s), list(device.kept)) for device in devices])
     prices = np.unique(ties / np.unique(flights)[:, None] if flights.all() else np.zeros(1))
     prices = prices[_spread(len(prices), MOST_PRICES_OF_EACH)]
@@ -86,11 +88,11 @@ def least_of_each_one_s(
     kept: Sequence[Floats],
     counts: Floats,
 ) -> Floats:
-    """[shape] -> seconds that all layers take at least on one device each; infinite where they cannot be held.
+    """[shape] -> lower bound on the seconds of all layers on one device; infinite if they cannot be held.
 
-    choices: of every layer, (seconds, bytes), each [kind][shape]; infinite seconds where a layer has not that choice.
-    again_s, kept: [kind] -> [way to recompute] -> seconds and bytes beside that. rooms: [shape] -> bytes. counts:
-    [kind] -> layers.
+    choices: (seconds, bytes) of every layer, each [kind][shape]; seconds are infinite where a layer does not have that
+    choice. again_s, kept: [kind] -> [way to recompute] -> seconds and bytes beside that. rooms: [shape] -> bytes.
+    counts: [kind] -> number of layers.
     """
     prices = tie_prices(list(again_s), list(kept))
     for seconds, size in choices[1:]:
@@ -118,10 +120,10 @@ def least_slowest_of_each_s(
     flights: Floats,
     counts: Floats,
 ) -> Floats:
-    """[shape] -> seconds per micro-batch that the slowest stage takes at least, of shapes whose layers differ only in
-    seconds without recompute and in bytes that they hold beside activations; infinite if the layers cannot be held.
+    """[shape] -> lower bound on the seconds per micro-batch of the slowest stage, for shapes whose layers differ only
+    in seconds without recompute and in bytes that they hold beside activations; infinite if the layers cannot be held.
     each_s, fixed: [kind][shape]; rooms: [shape] -> bytes of a stage; again_s, kept: [kind] -> [way to recompute];
-    flights: [stage] -> micro-batches; counts: [kind] -> layers."""
+    flights: [stage] -> micro-batches in flight; counts: [kind] -> number of layers."""
     prices = tie_prices(list(again_s), [flights.max() * held for held in kept])
     prices = prices[_spread(len(prices), MOST_PRICES_OF_EACH)]
     priced = flights[:, None] * prices
@@ -147,15 +149,16 @@ def least_slowest_of_whole_s(
     flights: Floats,
     count: int,
 ) -> Floats:
-    """[shape] -> seconds per micro-batch that the slowest stage takes at least for whole layers of one kind alone, each
-    with room for what passes in its turn; infinite if they cannot be held.
+    """[shape] -> lower bound on the seconds per micro-batch of the slowest stage, for whole layers of one kind alone,
+    each with room for what passes in its turn; infinite if they cannot be held.
 
-    A stage that holds n of them takes f(n) at least, whatever else it holds, and f grows with n: the `count`-th least
+    A stage that holds n of them takes at least f(n), whatever else it holds, and f grows with n: the `count`-th least
     of all stages' f(1), f(2), ... is the least time in which all layers find a place. At a price of memory, f(n) is
     what n - 1 layers cost and the last one, with what passes in its turn, less the room.
 
     each_s, fixed, rooms: columns of seconds without recompute, bytes beside activations, bytes of a stage; again_s,
-    kept: [way to recompute]; passing: [way][shape] -> bytes; flights: [stage] -> micro-batches; count: layers.
+    kept: [way to recompute]; passing: [way][shape] -> bytes; flights: [stage] -> micro-batches in flight; count: number
+    of layers.
     """
     distinct, times = np.unique(flights, return_counts=True)
     even = -(-count // len(flights))
@@ -186,9 +189,8 @@ def least_slowest_of_whole_s(
 
 
 def _slowest_of_each_s(cost: Floats, there: Floats, worth: Floats, counts: Floats, slowest: Floats) -> Floats:
-    """[shape] -> the least T with one worth of each kind of layer, if it is more than `slowest`. cost:
-    [shape][stage][price][kind]; there: [shape][1][price] -> what the room is worth at the price; worth:
-    [shape][kind]."""
+    """[shape] -> the least T with this worth of each kind of layer, but at least `slowest`. cost:
+    [shape][stage][price][kind]; there: [shape][1][price] -> worth of the room at the price; worth: [shape][kind]."""
     per_worth = np.divide(
         cost, worth[:, None, None, :], out=np.full_like(cost, np.inf), where=worth[:, None, None, :] > 0
     ).min(axis=3)
@@ -206,10 +208,10 @@ def _slowest_of_each_s(cost: Floats, there: Floats, worth: Floats, counts: Float
 
 
 def _quantiles(values: Floats) -> Floats:
-    """Some of many values, from the least to the most."""
+    """A few of many values, evenly spread from the least to the largest."""
     return np.quantile(values, np.linspace(0, 1, 5)) if len(values) else values
 
 
 def _spread(number: int, most: int) -> Ints:
-    """All of so many places, or `most` of them, from the first to the last."""
+    """All of `number` indices, or `most` of them, evenly spread from the first to the last."""
     return np.unique(np.linspace(0, number - 1, min(number, most)).astype(np.int64))

@@ -1,6 +1,7 @@
-"""Joins columns into a pipeline: at the least closed form, exactly, and what no way of joining them beats.
+"""Joins columns into a pipeline of least closed form, exactly; and bounds the step of every way to join them.
 
-Both go from place to place of the chain. `scan` is the ILP's oracle; `least_by_ranks` bounds the simulated step.
+Both walk from place to place of the chain. `scan` finds the pipeline (tests check the ILP by it); `least_by_ranks`
+bounds the simulated step.
 """
 
 import time
@@ -20,7 +21,7 @@ from .solver import OutOfTimeError
 
 @dataclass(frozen=True)
 class Assignment:
-    """Stages of one shape: per stage its composition and options; `seconds` is the closed form of the step."""
+    """Stages of one shape: the composition and options of each. seconds: closed form of the step."""
 
     seconds: float
     compositions: tuple[int, ...]
@@ -28,15 +29,14 @@ class Assignment:
 
 
 def scan(prices: Prices, cutoff_s: float = float("inf")) -> Assignment | None:
-    """The assignment of least closed-form step time, or None if nothing fits or nothing is faster than `cutoff_s`.
+    """The stages with the least closed form of the step; None if nothing fits or nothing is faster than `cutoff_s`.
 
     For every candidate T of the slowest stage the cheapest way through the chain with no stage above T is a shortest
-    path; T runs upwards from the least feasible one until (m - 1) T alone cannot win any more. The end of the step
-    (the slowest stage's once_s) is bounded in turn, from the loosest bound down.
+    path. T grows from the least feasible one until (m - 1) T alone cannot win any more. The end of the step (the
+    slowest stage's once_s) is bounded in turn, from the loosest bound down.
 
-    Stages are first taken at their bounds, and only those on the best way are priced exactly, until no way is better
-    at its bounds than one that is known exactly. When the chain's deadline has passed, what was found so far is what
-    comes back.
+    Stages are first taken at their bounds, and only those on the best way are priced exactly, until no way is better at
+    its bounds than one that is known exactly. After the chain's deadline the best of what was found so far is returned.
     """
     chain, shape = prices.chain, prices.shape
     if shape.pipeline > chain.num_layers:
@@ -54,7 +54,7 @@ def scan(prices: Prices, cutoff_s: float = float("inf")) -> Assignment | None:
 
 
 def _ever_better(prices: Prices, cutoff_s: float) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """(closed form, compositions) of ways through the chain at exact prices, each faster than the one before."""
+    """(closed form, compositions) of ways through the chain at exact prices, each way faster than the one before."""
     chain, shape = prices.chain, prices.shape
     stages = []
     for number in range(shape.pipeline):
@@ -80,7 +80,8 @@ def _ever_better(prices: Prices, cutoff_s: float) -> Iterator[tuple[float, tuple
 
 
 class _ScannedStage:
-    """What the compositions cost on one stage, at least or exactly: [composition] -> seconds, seconds once."""
+    """Costs of the compositions on one stage, as bounds or exact: [composition] -> seconds per micro-batch, seconds
+    once per step."""
 
     def __init__(self, prices: Prices, stage: int, cutoff_s: float) -> None:
         self.prices, self._stage = prices.on(stage), stage
@@ -91,7 +92,7 @@ class _ScannedStage:
             self.seconds, self.once, self._exact = self.prices.bounds(stage, cutoff_s)
 
     def was_exact(self, composition: int) -> bool:
-        """Whether a composition had its price already; from now on it has."""
+        """Whether the price of a composition was exact already; if not, it is made exact."""
         if self._exact[composition]:
             return True
         self.seconds[composition] = self.prices.exact_s(composition, self._stage)
@@ -99,13 +100,14 @@ class _ScannedStage:
         return False
 
     def between(self, starts: Ints, ends: Ints) -> tuple[Floats, Floats]:
-        """([start][end] -> seconds, seconds once) of the intervals between these places; infinite for none."""
+        """([start][end] -> seconds per micro-batch, [start][end] -> seconds once per step) of the intervals between
+        these places; infinite if there is no such interval."""
         table = self.prices.chain.composition_of[np.ix_(starts, ends)]
         return np.where(table >= 0, self.seconds[table], np.inf), np.where(table >= 0, self.once[table], np.inf)
 
 
 def _best_cuts(stages: list[_ScannedStage], more: int, cutoff: float) -> list[int] | None:
-    """Cuts of least closed form below `cutoff`, or None."""
+    """Cuts of least closed form below `cutoff`; None if there are none."""
     places = _places(stages)
     if places is None:
         return None
@@ -132,11 +134,11 @@ def _best_cuts(stages: list[_ScannedStage], more: int, cutoff: float) -> list[in
 
 
 PRECISION = 2e-4
-"""Relative: how near the least step of `least_by_ranks` is found."""
+"""Relative precision to which `least_by_ranks` finds the least step."""
 
 
 def simulated_s(prices: Prices, assignment: Assignment) -> float:
-    """The step of an assignment by event simulation."""
+    """Seconds of the step of these stages, by event simulation."""
     shape = prices.shape
     costs = [
         prices.on(stage).stage_cost(composition, choice, shape.flights(stage))
@@ -177,7 +179,7 @@ def least_by_ranks(prices: Prices, enough_s: float) -> tuple[float, Ints | None]
     split = shape.schedule in ZERO_BUBBLE
 
     def way(step_s: float) -> Ints | None:
-        """Places of a way no rank of which takes longer."""
+        """Places of a way through the chain on which no rank takes longer; None if there is none."""
         reached = np.where(np.arange(num_places) == 0, 0.0, np.inf)
         parents = []
         for stage, busy_s in zip(stages, alone, strict=True):
@@ -211,10 +213,10 @@ def least_by_ranks(prices: Prices, enough_s: float) -> tuple[float, Ints | None]
 
 @dataclass(frozen=True)
 class _RankedStage:
-    """What one stage takes at least between any two places of the chain; infinite where it cannot stand. both_s,
-    waited_s: [start][end] -> seconds of a micro-batch, and those of its forward and backward that ranks before wait
-    for; forward_s: the most and the least of the forward; before_s: [start] -> forwards of all layers before; once_s:
-    at the end of the step."""
+    """Lower bounds for one stage between any two places of the chain; infinite where it cannot be. both_s: [start][end]
+    -> seconds of a micro-batch; waited_s: [start][end] -> seconds of its forward and of that part of its backward for
+    which ranks before wait; forward_s: (most, least) seconds of the forward; before_s: [start] -> forwards of all
+    layers before; once_s: seconds at the end of the step."""
 
     both_s: Floats
     waited_s: Floats
@@ -225,7 +227,7 @@ class _RankedStage:
 
     @classmethod
     def of(cls, prices: Prices, stage: int, enough_s: float) -> "_RankedStage":
-        """That of a stage of a shape, in steps of no more than so many seconds."""
+        """Lower bounds for a stage of a shape, in steps of at most `enough_s`."""
         on, chain, shape = prices.on(stage), prices.chain, prices.shape
         seconds, once, _ = on.bounds(stage, step_s=enough_s)
         table = chain.composition_of
@@ -248,8 +250,8 @@ class _RankedStage:
         )
 
     def alone_s(self, schedule: Schedule, rank: int, count: int, after_s: Floats) -> Floats:
-        """[start][end] -> seconds until its last pass ends, as of simulate.alone_s. Where options differ in their
-        forward, what it waits for is only known to be half of both waits together."""
+        """[start][end] -> lower bound in seconds until its last pass ends, as simulate.alone_s gives it. If options
+        differ in their forward, only half of both waits together is certain."""
         most, least = self.forward_s
         both = np.where(np.isfinite(self.both_s), self.both_s, 0.0)
         if (most == least).all() or schedule in ZERO_BUBBLE:
@@ -263,7 +265,8 @@ class _RankedStage:
 
 
 def _places(stages: list[_ScannedStage]) -> list[Ints] | None:
-    """[stage] -> places of the chain where it may begin, and at last the end: all that lie on a way through."""
+    """[stage] -> places of the chain where it may begin, and at last the end; only those on some way through the chain.
+    None if there is no way."""
     num_places = len(stages[0].prices.chain.composition_of)
     everywhere = np.arange(num_places)
     links = [np.isfinite(stage.between(everywhere, everywhere)[0]) for stage in stages]
@@ -279,7 +282,7 @@ def _places(stages: list[_ScannedStage]) -> list[Ints] | None:
 
 
 def _cheapest(matrices: list[Floats], more: int, cutoff: float, deadline_s: float) -> tuple[float, list[int]] | None:
-    """Least (m - 1) max + sum over the stages' seconds below `cutoff`, and the cuts that give it."""
+    """(least (m - 1) max + sum over the stages' seconds, cuts that give it); None if it is not below `cutoff`."""
     free = _shortest(matrices, np.inf)
     if free is None:
         return None
@@ -303,7 +306,8 @@ def _cheapest(matrices: list[Floats], more: int, cutoff: float, deadline_s: floa
 
 
 def _shortest(matrices: list[Floats], bottleneck: float) -> tuple[float, list[int]] | None:
-    """Shortest way through the chain, one interval per stage, none above `bottleneck`: (sum, cuts)."""
+    """(sum, cuts) of the shortest way through the chain with one interval for each stage, none above `bottleneck`; None
+    if there is no way."""
     reached = np.zeros(1)
     parents = []
     for matrix in matrices:
@@ -319,7 +323,8 @@ def _shortest(matrices: list[Floats], bottleneck: float) -> tuple[float, list[in
 
 
 def _least_bottleneck(values: list[Floats], feasible: list[Floats]) -> float | None:
-    """Least possible maximum of `values` over all ways through the chain along finite entries of `feasible`."""
+    """Least possible maximum of `values`, over all ways through the chain along finite entries of `feasible`; None if
+    there is no way."""
     reached = np.array([-np.inf])
     for value, seconds in zip(values, feasible, strict=True):
         step = np.maximum(reached[:, None], np.where(np.isfinite(seconds), value, np.inf))

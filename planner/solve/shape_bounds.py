@@ -1,9 +1,10 @@
-"""Bounds of all shapes of a family at once: what layers take at their fastest options, by columns of numbers.
+"""Bounds of all shapes of a family at once, from what layers take at their fastest options, computed in columns of
+numbers.
 
 Gathers, reductions and the optimizer depend on how data is split and axes are ordered, not on micro-batch and schedule,
 so they are priced once for a split; a family adds compute and exchanges. The numbers are those of CostModel.cost at the
-fastest options, where nothing is run again unless that is pinned; where leaves stand for all orders of the axes, they
-are those of the order in which traffic takes least. Columns are [shape], tables [kind of layer][shape].
+fastest options, without recompute unless that is pinned. If leaves stand for all orders of the axes, they are those of
+the order in which traffic takes least. Columns are [shape], tables [kind of layer][shape].
 """
 
 from collections.abc import Sequence
@@ -26,16 +27,16 @@ from .layer_lower_bounds import LeastWork
 from .space import Family, Leaf, Leaves
 
 AXES_OF_LAYERS = ("tensor", "context", "expert")
-"""Axes whose ranks exchange something in every layer of every micro-batch."""
+"""Mesh axes whose ranks exchange something in every layer and micro-batch."""
 
 MOST_KEPT = 20_000_000
-"""Numbers in tables that are kept for further families of the same splits: 160 MB."""
+"""Most numbers in tables that are kept for further families of the same splits: 160 MB."""
 
 
 @dataclass(frozen=True)
 class FastestTables:
-    """Tables of the least seconds of a layer: per micro-batch, of its forward, of reductions and gathers once per step,
-    and of a whole step on one stage."""
+    """Tables of least seconds of a layer: per micro-batch; of its forward; of reductions and gathers once per step; and
+    of a whole step with one stage."""
 
     microbatch_s: Floats
     forward_s: Floats
@@ -43,7 +44,7 @@ class FastestTables:
     step_s: Floats
 
     def at_most(self, other: "FastestTables") -> "FastestTables":
-        """The less of each."""
+        """The smaller of both, entry by entry."""
         return FastestTables(
             np.minimum(self.microbatch_s, other.microbatch_s),
             np.minimum(self.forward_s, other.forward_s),
@@ -54,8 +55,8 @@ class FastestTables:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Columns of the bytes that a rank holds per element of all parameters, and beside them of trainable ones, and of
-    the bytes that the ranks of a pipeline together may hand out."""
+    """Columns: bytes that a rank holds for each parameter element; bytes that it holds in addition for each trainable
+    element; and bytes that all ranks of a pipeline together may hand out."""
 
     parameters: Floats
     trained: Floats
@@ -64,8 +65,9 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class Elements:
-    """Tables of a layer's parameter elements by what they cost (expert_cost.Spread): of those that it is first to hold,
-    all that are moved and the trainable ones; then of all, and of the trainable ones."""
+    """Tables of a layer's parameter elements in the sizes of expert_cost.Spread. moved, trained: of those parameters
+    that it is the first to hold, all that are moved, and the trainable ones. The others: of all its parameters, and of
+    the trainable ones."""
 
     moved: Floats
     trained: Floats
@@ -78,10 +80,11 @@ class Elements:
 
 @dataclass(frozen=True)
 class _Columns:
-    """What only leaves and degrees decide. alike: [leaf] -> index into `shapes`, one for all leaves that differ in
-    placement only; degree: [leaf] -> index into `shards`, one shape for each shard degree; issuing: [leaf] -> index
+    """What only leaves and degrees decide. alike: [leaf] -> index into `shapes`, the same for all leaves that differ
+    only in placement; degree: [leaf] -> index into `shards`, one shape for each shard degree; issuing: [leaf] -> index
     into `issued`, one for each way in which the host issues layers. tensor, pipeline, context, expert: strides of those
-    groups, as far as they lie apart on one host. rates: of the collectives of data ranks."""
+    groups; strides that put all ranks on different hosts anyway count as one. rates: of the collectives of data
+    ranks."""
 
     shapes: tuple[Shape, ...]
     alike: Ints
@@ -104,9 +107,9 @@ class _Columns:
 @dataclass(frozen=True)
 class Data:
     """Tables of what data ranks and the optimizer take, for all micro-batches and schedules of a split. resharded: all
-    layers give parameters back; chooses: each layer decides that. twice_s: the column of what the optimizer's seconds
-    have too much, of weights that several layers read; shared: their elements. in_root: layers whose parameters the
-    root of fully_shard has."""
+    layers give parameters back; chooses: each layer decides that. twice_s: the column of seconds that the optimizer's
+    have too much, because several layers read a weight; shared: elements of such weights. in_root: layers whose
+    parameters are in fully_shard's root."""
 
     elements: "Elements"
     shared: Floats
@@ -121,7 +124,7 @@ class Data:
 
 
 class ShapeBounds:
-    """Bounds of families of one model, cluster and job; keeps what families share."""
+    """Bounds of families for one model, cluster and job; keeps what families share."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
@@ -144,8 +147,8 @@ class ShapeBounds:
         self._exchanges: dict[tuple[object, ...], tuple[Floats, Floats, Floats]] = {}
 
     def seconds(self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None) -> Floats:
-        """[shape] -> seconds that no assignment of it can beat, without a pipeline: fastest options, memory and
-        integrality relaxed. Of equal devices only."""
+        """[shape] -> lower bound in seconds for all options, without a pipeline: fastest options, without memory, and
+        with layers that may be divided. For equal devices only."""
         fastest = self.fastest(family, leaves, recompute, reshard)
         alone_s: Floats = self.counts @ fastest.step_s - self.data(family, leaves).twice_s
         return alone_s
@@ -153,7 +156,8 @@ class ShapeBounds:
     def pass_s(
         self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None
     ) -> tuple[Floats, Floats]:
-        """[shape] -> (seconds of a micro-batch on all ranks of a pipeline together, on the slowest), at least."""
+        """[shape] -> lower bounds on (seconds of a micro-batch on all ranks of a pipeline together, seconds on the
+        slowest)."""
         each = self.fastest(family, leaves, recompute, reshard).microbatch_s
         pass_s: Floats = self.counts @ each + self.least_waits_s(family, leaves)
         return pass_s, np.maximum(self.slowest_s(each, family.pipeline), pass_s / family.pipeline)
@@ -166,8 +170,8 @@ class ShapeBounds:
         reshard: bool | None,
         cuts: Sequence[StageCuts],
     ) -> Floats:
-        """[shape] -> seconds that a chunked family takes at least with the best of these cuts, memory aside; infinite
-        without any."""
+        """[shape] -> lower bound in seconds for a chunked family with the best of these cuts, without memory; infinite
+        if there are no cuts."""
         fastest = self.fastest(family, leaves, recompute, reshard)
         runs = fastest.microbatch_s[self.kind_of_run], fastest.forward_s[self.kind_of_run]
         found = [np.full(len(leaves.each), np.inf)]
@@ -191,8 +195,8 @@ class ShapeBounds:
         return self._even[key]
 
     def way_s(self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None) -> Floats:
-        """[shape] -> seconds that a micro-batch is on its way through all stages and back, at least: no step of a
-        pipeline is shorter. With zero bubbles gradients of weights may come after it."""
+        """[shape] -> lower bound on the seconds of a micro-batch's way through all stages and back; no step of a
+        pipeline is shorter. With zero bubbles gradients of weights may come after it, and are left out."""
         pass_s = self.counts @ self.fastest(family, leaves, recompute, reshard).microbatch_s
         if family.schedule in ZERO_BUBBLE:
             pass_s = pass_s - self.counts @ self.weights_s(family)
@@ -200,7 +204,7 @@ class ShapeBounds:
         return way
 
     def weights_s(self, family: Family) -> Floats:
-        """[kind] -> seconds of the gradients of a layer's weights."""
+        """[kind] -> seconds of the gradients of a layer's weights, for one micro-batch."""
         return np.array([self.model.compute(kind, family.frugal).backward_weight for kind in self.kinds])
 
     def least_ahead(self, pipeline: int) -> Floats:
@@ -212,15 +216,15 @@ class ShapeBounds:
         return self._aheads[pipeline]
 
     def once_s(self, family: Family, leaves: Leaves, fastest: FastestTables, work: Floats) -> Floats:
-        """[rank][shape] -> seconds after the last pass of ranks that hold so many layers, at least. work: [rank][run],
-        or [run] of one."""
+        """[rank][shape] -> lower bound on the seconds after the last pass, for ranks with so many layers. work:
+        [rank][run] -> number of layers, or [run] for one rank."""
         data = self.data(family, leaves)
         update: Floats = np.maximum(0.0, work @ data.optimizer_s[self.kind_of_run] - data.twice_s)
         total: Floats = work @ fastest.once_s[self.kind_of_run] + update
         return total
 
     def waits_s(self, family: Family, leaves: Leaves, cuts: StageCuts) -> Floats:
-        """[rank][shape] -> seconds that a rank waits for the transfers of a micro-batch, stages cut like that."""
+        """[rank][shape] -> seconds that a rank waits for the transfers of a micro-batch, with these cuts."""
         seconds, which = self._transfers(family, leaves)
         each = seconds[list(cuts.places)]
         holds = Chunking(family.schedule, family.pipeline, family.virtual_stages).holds
@@ -228,21 +232,21 @@ class ShapeBounds:
         return waits
 
     def least_waits_s(self, family: Family, leaves: Leaves) -> Floats:
-        """[shape] -> seconds that all stages together wait at least for the transfers of a micro-batch, each at another
-        place."""
+        """[shape] -> lower bound on the seconds that all stages together wait for the transfers of a micro-batch, each
+        at another place."""
         seconds, which = self._transfers(family, leaves)
         inner = np.sort(seconds[self.chain.places[1:-1]], axis=0)
         least: Floats = 2 * inner[: family.pipeline * family.virtual_stages - 1].sum(axis=0)
         return least[which]
 
     def least_between_s(self, family: Family, leaves: Leaves) -> Floats:
-        """[stage but the last][shape] -> seconds that it and the next one each wait at least for what crosses between
-        them."""
+        """[stage but the last][shape] -> lower bound on the seconds that it and the next one each wait for what crosses
+        between them."""
         seconds, which = self._transfers(family, leaves)
         return self.chain.least_between(seconds[self.chain.places], family.pipeline * family.virtual_stages)[:, which]
 
     def _transfers(self, family: Family, leaves: Leaves) -> tuple[Floats, Ints]:
-        """([place of the chain][stride] -> seconds waited for what crosses there, [shape] -> which stride)."""
+        """([place of the chain][stride] -> seconds waited for what crosses there, [shape] -> index of its stride)."""
         strides = self._columns_of(family, leaves).pipeline
         examples = dict(zip(strides, leaves.each, strict=True))
         key = leaves, family.sequence, family.cuts, family.micro_batch, family.virtual_stages
@@ -254,12 +258,12 @@ class ShapeBounds:
         return self._waits[key]
 
     def of_kinds(self, per_run: Floats) -> Floats:
-        """[kind] of what is given by [run]."""
+        """[kind] -> what `per_run` has for its first run."""
         return per_run[self.first_run]
 
     def slowest_s(self, each: Floats, pipeline: int) -> Floats:
-        """[shape] -> seconds per micro-batch that the slowest rank of a pipeline takes at least: an even share of all
-        layers, and of each kind what some rank has at least. each: table of seconds of a layer."""
+        """[shape] -> lower bound on the seconds per micro-batch of a pipeline's slowest rank: an even share of all
+        layers, and for each kind the number that some rank must have. each: table of seconds of a layer."""
         most = (np.ceil(self.counts / pipeline) * each.T).max(axis=1)
         slowest: Floats = np.maximum(self.counts @ each / pipeline, most)
         return slowest
@@ -269,27 +273,27 @@ class ShapeBounds:
         return self._columns_of(family, leaves).held
 
     def sharded_over(self, family: Family, leaves: Leaves) -> Floats:
-        """[shape] -> ranks that share the parameters which are not spread over experts."""
+        """[shape] -> number of ranks that share the parameters, except those of spread experts."""
         return self._columns_of(family, leaves).sharded_over
 
     def alike(self, family: Family, leaves: Leaves) -> tuple[tuple[Shape, ...], Ints]:
-        """(shapes that differ in more than their place, [shape] -> which of them it is like)."""
+        """(one shape for each group of shapes that differ only in placement, [shape] -> index of its group)."""
         columns = self._columns_of(family, leaves)
         return columns.shapes, columns.alike
 
     def fastest(
         self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None
     ) -> FastestTables:
-        """What layers take at least under each shape of a family, whatever memory says."""
+        """Least seconds of layers under each shape of a family, whatever memory says."""
         kept, given = self.options(family, leaves, recompute, reshard)
         return kept if given is None else kept.at_most(given)
 
     def options(
         self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None
     ) -> tuple[FastestTables, FastestTables | None]:
-        """What layers take at least under each shape of a family, whatever memory says: (of layers that keep gathered
-        parameters or do what the shape says, of those that give them back, or None if no layer may choose); infinite
-        for a choice that a layer has not."""
+        """Least seconds of layers under each shape of a family, whatever memory says: (of layers that keep gathered
+        parameters, or do what the shape says; of layers that give them back, None if no layer may choose). Infinite for
+        a choice that a layer does not have."""
         key = leaves, family.any_schedule, family.schedule in ZERO_BUBBLE, recompute or "none", reshard
         if key not in self._options:
             self._kept_options += 8 * len(self.kinds) * len(leaves.each)
@@ -310,7 +314,7 @@ class ShapeBounds:
     def _found_options(
         self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None, some: Sequence[int]
     ) -> tuple[FastestTables, FastestTables | None]:
-        """What `options` gives, worked out for some kinds of layers: their numbers."""
+        """What `options` returns, computed for some kinds of layers. some: their numbers."""
         model, shape, columns = self.model, family.frugal, self._columns_of(family, leaves)
         data, count, kinds = self.data(family, leaves), family.num_microbatches, [self.kinds[i] for i in some]
         ways = [model.pinned(kind, recompute or "none") for kind in kinds]
@@ -347,7 +351,7 @@ class ShapeBounds:
         return kept, priced(np.ones_like(chooses), chooses)
 
     def exchanges_again_s(self, family: Family, leaves: Leaves, some: Sequence[int]) -> tuple[Floats, Floats]:
-        """[of these kinds] -> (seconds of exchanges that running attention again repeats, and those of the rest), at
+        """[of these kinds] -> (seconds of exchanges that recompute of attention repeats, seconds of the others), the
         least over all places."""
         if leaves.anywhere:
             sent_s: Floats = self.least.exchanged_s(family.frugal)[self.first_run[some], 0]
@@ -362,8 +366,8 @@ class ShapeBounds:
     def _exchanged(
         self, family: Family, columns: _Columns, axis: str, recompute: Recompute | None, some: Sequence[int]
     ) -> tuple[Floats, Floats]:
-        """Tables of exposed seconds of tensor, context or expert ranks for some kinds: forward, and backward with what
-        is repeated."""
+        """Tables of exposed seconds of exchanges with tensor, context or expert ranks, for some kinds: (in the forward,
+        in the backward with what recompute repeats)."""
         strides: tuple[int, ...] = getattr(columns, axis)
         if getattr(family, axis) == 1:
             nothing = np.zeros((len(some), 1))
@@ -380,7 +384,7 @@ class ShapeBounds:
         return ahead[:, here], back[:, here]
 
     def _repeats(self, kind: Kind, family: Family, axis: str, way: Recompute) -> bool:
-        """Whether recompute repeats exchanges of an axis."""
+        """Whether a recompute repeats exchanges on a mesh axis."""
         if axis == "context":
             return self.model.repeats_attention(kind, family.frugal, way)
         return self.model.repeats_experts(kind, way) if axis == "expert" else way not in ("none", "attention")
@@ -388,8 +392,8 @@ class ShapeBounds:
     def _exchange_at(
         self, family: Family, axis: str, stride: int, ways: Sequence[Recompute] = ()
     ) -> tuple[Floats, Floats, Floats]:
-        """[kind] -> exposed seconds at one stride of (forward, backward, what recompute repeats). ways: [kind] -> that
-        recompute; parts repeat some of what whole layers do with tensor ranks."""
+        """[kind] -> exposed seconds at one stride: (in the forward, in the backward, of what recompute repeats). ways:
+        [kind] -> the recompute; that of parts repeats only some of the exchanges with tensor ranks."""
         parts = tuple(way if parts_of(way) else "full" for way in ways or ["full"] * len(self.kinds))
         split = family.tensor, family.sequence, family.cuts, family.context, family.expert, family.micro_batch
         key = axis, stride, *split, family.context_kind if axis == "context" else None, parts
@@ -401,7 +405,7 @@ class ShapeBounds:
         return self._exchanges[key]
 
     def _exchange_s(self, axis: str, kind: Kind, shape: Shape, stride: int, way: Recompute) -> Exchanged:
-        """What a kind exchanges on an axis whose ranks are so far apart."""
+        """Exposed seconds of a kind's exchanges on a mesh axis whose ranks are `stride` apart."""
         model = self.model
         if axis == "tensor":
             traffic = model.tensor_traffic(kind, shape, way)
@@ -471,7 +475,7 @@ class ShapeBounds:
         return state.sharded_parameters, gradients + state.optimizer, room
 
     def _strides(self, shape: Shape) -> "_Strides":
-        """Strides of a shape's groups; those that lie on different hosts anyway count as one."""
+        """Strides of a shape's groups; those that put all ranks on different hosts anyway count as one."""
         most = self.model.cluster.devices_per_host
         return _Strides(
             shard=min(most, shape.shard_stride),
@@ -541,7 +545,7 @@ class ShapeBounds:
         return self._elements[key]
 
     def _accumulated_s(self, family: Family, columns: _Columns, gathered: Floats) -> Floats:
-        """Seconds per micro-batch of adding gradients to those of very many micro-batches before."""
+        """Seconds per micro-batch to add gradients to those of earlier micro-batches, if these are very many."""
         if not self.model.adds_gradients(family.num_microbatches):
             return np.zeros_like(gathered)
         elements = added_elements(gathered, columns.sharded_over, columns.every)
@@ -550,7 +554,7 @@ class ShapeBounds:
         return seconds[where].reshape(elements.shape)
 
     def _whole_s(self, family: Family, leaves: Leaves) -> Floats:
-        """Seconds per step of summing gradients of weights that tensor ranks have whole."""
+        """Seconds per step to sum gradients of weights that tensor ranks hold whole."""
         key = leaves, family.sequence, family.cuts
         if key not in self._whole:
             columns, shape = self._columns_of(family, leaves), family.shape(leaves.each[0])
@@ -565,13 +569,13 @@ class ShapeBounds:
         return self._whole[key]
 
     def shared_elements(self, family: Family, leaves: Leaves) -> Floats:
-        """The column of elements that several layers read, each once for every reader but the first."""
+        """The column of elements that several layers read, counted once for every reader except the first."""
         return self.data(family, leaves).shared
 
 
 @dataclass(frozen=True)
 class _Strides:
-    """Ranks between neighbours of each group."""
+    """Distance in ranks between neighbours of each group."""
 
     shard: int
     replicate: int

@@ -1,4 +1,4 @@
-"""The only caller of solve(): HiGHS, CBC where HiGHS is missing or fails; every outcome by name."""
+"""The only module that calls solve(): by HiGHS, or by CBC if HiGHS is missing or fails. Every outcome has a name."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ GAP = 1e-6
 
 
 class SolverError(RuntimeError):
-    """The solver is missing, failed, or found nothing in time. The message says which, and the way out."""
+    """The solver is missing, failed, or found nothing in time. The message says which, and gives a way out."""
 
 
 class OutOfTimeError(SolverError):
@@ -28,7 +28,7 @@ class FailedSolverError(SolverError):
 
 @dataclass(frozen=True)
 class Solution:
-    """What the solver proved. `bound`: no solution has a smaller objective."""
+    """What the solver has proven. bound: no solution has a smaller objective."""
 
     status: Literal["optimal", "feasible", "infeasible"]
     objective: float
@@ -38,11 +38,11 @@ class Solution:
 
 
 def solve(problem: pulp.LpProblem, time_limit_s: float, solver: str | None = None) -> Solution:
-    """Minimise; variables of `problem` hold the solution afterwards unless it is infeasible.
+    """Minimise. Afterwards the variables of `problem` hold the solution, unless it is infeasible.
 
-    solver: "HiGHS" or "CBC"; by default the first that is installed, and CBC in the time left where HiGHS fails. Raises
-    SolverError when neither is there, when the solver fails, and when it finds no solution in time. After a time limit
-    PuLP's `status` says Optimal for both solvers alike: only `sol_status` tells.
+    solver: "HiGHS" or "CBC"; by default the first that is installed, and CBC in the time that is left if HiGHS fails.
+    Raises SolverError if neither is installed, if the solver fails, and if it finds no solution in time. After a time
+    limit PuLP's `status` says Optimal with both solvers; only `sol_status` tells the difference.
     """
     name = solver or available_solver()
     if name is None:
@@ -80,7 +80,7 @@ def _solved(problem: pulp.LpProblem, time_limit_s: float, name: str) -> Solution
 
 
 def available_solver() -> str | None:
-    """The solver that would be used."""
+    """Name of the solver that would be used; None if there is none."""
     if importlib.util.find_spec("highspy") is not None:
         return "HiGHS"
     return "CBC" if _bundled_cbc().available() else None
@@ -88,8 +88,8 @@ def available_solver() -> str | None:
 
 @cache
 def silence_highs() -> None:
-    """Make the first HiGHS of this process with nowhere to write to. From 1.16 on that one writes its version to the
-    standard output, before it can be told not to, which would stand in front of a document on its way to a pipe."""
+    """Create the first HiGHS of this process with nowhere to write to. From 1.16 on that one writes its version to the
+    standard output before it can be told not to, and that would stand in front of a document on its way to a pipe."""
     import highspy
 
     try:
@@ -114,7 +114,8 @@ def _engine(name: str, time_limit_s: float) -> pulp.LpSolver:
 
 
 def _bundled_cbc(**options: float) -> pulp.LpSolver:
-    """The CBC that PuLP 3 brings along; its warning that PuLP 4 will not is answered by our bound on PuLP."""
+    """The CBC that PuLP 3 ships. Its warning that PuLP 4 will not is silenced, because our dependency excludes PuLP
+    4."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return pulp.PULP_CBC_CMD(msg=False, **options)

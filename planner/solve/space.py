@@ -1,7 +1,7 @@
-"""The space of shapes as a tree: degrees first, then micro-batch and schedule, then how data is split and axes are
+"""The space of shapes as a tree: first degrees, then micro-batch and schedule, then how data is split and how axes are
 ordered.
 
-Every shape is counted. What is not expanded, and whole subtrees that a rule excludes, are counted by product.
+Every shape is counted. Subtrees that are not expanded, or that a rule excludes, are counted by products.
 """
 
 import functools
@@ -41,8 +41,8 @@ from .unequal import have_own, kind_orders
 
 @dataclass(frozen=True)
 class Split:
-    """Families that differ only in micro-batch and schedule: how the model, its sequences and its experts are split,
-    and how many ranks see different samples."""
+    """How the model, its sequences and its experts are split, and how many ranks see different samples. Families of a
+    split differ only in micro-batch and schedule."""
 
     tensor: int
     pipeline: int
@@ -56,7 +56,7 @@ class Split:
 
     @property
     def tokens_over(self) -> int:
-        """Tensor ranks that hold tokens of their own."""
+        """Number of tensor ranks that hold different tokens."""
         return self.tensor if self.sequence else 1
 
 
@@ -77,22 +77,22 @@ class Family:
     expert: int = 1
     cuts: Cuts | None = None
     offered: Offered = NO_EXTRAS
-    """Options of layers beyond the usual."""
+    """Options of layers beyond the usual ones."""
     offload_optimizer: bool = False
 
     @property
     def split(self) -> Split:
-        """What it shares with families of other micro-batches and schedules."""
+        """The split of this family."""
         spread = self.context, self.context_kind, self.expert
         return Split(self.tensor, self.pipeline, self.data, self.sequence, *spread, self.cuts)
 
     @functools.cached_property
     def any_schedule(self) -> "Family":
-        """One family that stands for all that differ in nothing but the schedule and the stages of each rank."""
+        """The family that stands for all that differ only in the schedule and in the number of stages on each rank."""
         return replace(self, schedule="1f1b", virtual_stages=1) if self.pipeline > 1 else self
 
     def shape(self, leaf: "Leaf") -> Shape:
-        """One of the family's shapes."""
+        """The shape of this family with this leaf."""
         return Shape(
             data_replicate=leaf.data_replicate,
             data_shard=leaf.data_shard,
@@ -122,7 +122,8 @@ class Family:
 
 @dataclass(frozen=True)
 class Leaf:
-    """What a shape has beside its family: the split of data ranks, when gradients are reduced, the order of axes."""
+    """What a shape has beyond its family: the split of data ranks, when gradients are reduced, reshard, and the order
+    of axes and kinds of devices."""
 
     data_replicate: int
     data_shard: int
@@ -134,44 +135,45 @@ class Leaf:
 
 @dataclass(frozen=True, eq=False)
 class Leaves:
-    """The leaves of a family; told apart by identity, as keys of what is known of them."""
+    """The leaves of a family. They are compared by identity, so that they can be keys of caches."""
 
     each: tuple[Leaf, ...]
     anywhere: bool = False
-    """Whether each stands for all orders of the mesh axes, at what traffic takes least over them."""
+    """Whether each leaf stands for all orders of the mesh axes, with the one in which traffic takes least."""
 
 
 Placing = tuple[tuple[Axis, ...], tuple[int, ...]]
-"""The order of the mesh axes, and of the kinds of devices: () where they are equal, or where stages mix them."""
+"""(order of the mesh axes, order of the kinds of devices); the second is () if devices are equal, or stages mix their
+kinds."""
 
 Number = tuple[int, int]
-"""How many there are for several micro-batches, and for one."""
+"""(number of cases with several micro-batches, number of cases with one)."""
 
 
 @dataclass(frozen=True)
 class _Passes:
-    """Micro-batches and schedules of a pipeline degree over a number of data ranks. legal: (schedule, stages of each
-    rank, micro-batch, how many of them) of each; rejected: rule -> those that it excludes."""
+    """Micro-batches and schedules for a pipeline degree and a number of data ranks. legal: (schedule, stages on each
+    rank, micro-batch, number of micro-batches) of each; rejected: rule -> number of those that it excludes."""
 
     legal: tuple[tuple[Schedule, int, int, int], ...]
     rejected: dict[str, Number]
 
     @functools.cached_property
     def num_legal(self) -> Number:
-        """Legal pairs of micro-batch and schedule."""
+        """Number of legal pairs of micro-batch and schedule."""
         several = sum(count > 1 for _, _, _, count in self.legal)
         return several, len(self.legal) - several
 
     @functools.cached_property
     def total(self) -> Number:
-        """All pairs, legal or not."""
+        """Number of all pairs, legal or not."""
         several, one = self.num_legal
         return several + sum(n for n, _ in self.rejected.values()), one + sum(n for _, n in self.rejected.values())
 
 
 class _Placed(NamedTuple):
-    """An order of the mesh axes: a number for where its groups sit, equal where all sit alike, and how far neighbours
-    are apart that hold other tokens (without and with those of sequence parallelism)."""
+    """An order of the mesh axes. places: a number that is equal for orders in which all groups are placed alike;
+    expert_strides: distance between neighbours that hold different tokens, without and with sequence parallelism."""
 
     axes: tuple[Axis, ...]
     places: int
@@ -180,15 +182,17 @@ class _Placed(NamedTuple):
 
 
 MOST_CHUNKS = 8
-"""Stages of one rank that are tried; more only if pinned. Their bubbles differ little, their transfers add up."""
+"""Most stages on one rank that are tried, unless more are pinned: with more the bubble hardly changes, and transfers
+add up."""
 
 
 class Space:
-    """All shapes of a model on a cluster for a job, minus what the user pinned away.
+    """All shapes of a model on a cluster for a job that agree with the pins.
 
-    rejected: rule -> shapes it excludes, if they are `counted`. Pinned-away shapes are not part of the space. choices:
-    the cuts that are worth trying under a shape beside all that its tensor degree divides. anywhere: one order of the
-    mesh axes stands for all of equal devices, on which none takes more memory than another.
+    rejected: rule -> number of shapes that it excludes, if shapes are `counted`; shapes that the pins exclude are not
+    among them. choices: returns the cuts that are worth trying under a shape, beside all that its tensor degree
+    divides. anywhere: one order of the mesh axes stands for all, if devices are equal, because memory is the same in
+    all.
     """
 
     def __init__(
@@ -271,7 +275,8 @@ class Space:
                                 yield from (replace(split, cuts=cuts) for cuts in self._choices(split))
 
     def _framework_rule(self, split: Split) -> str | None:
-        """Why the framework that plans are asked for does not run a split, whatever its data ranks share."""
+        """Why the framework does not run a split, whatever its data ranks share; None if it does, or there is no
+        framework."""
         framework = self._framework
         if framework is None:
             return None
@@ -282,7 +287,7 @@ class Space:
         return found
 
     def _asked(self, split: Split, replicate: int, shard: int) -> Asked:
-        """What the framework's rules see of a split."""
+        """A split and its data ranks, as the framework's rules look at them."""
         shape = Shape(
             replicate,
             shard,
@@ -299,8 +304,8 @@ class Space:
         return Asked(shape, self.profile, self.training)
 
     def _choices(self, split: Split) -> tuple[Cuts, ...]:
-        """What is worth trying for some micro-batch of a split beside cutting all that its tensor degree divides; a
-        framework cuts all."""
+        """Cuts that are worth trying for some micro-batch of a split, beside all that its tensor degree divides. With a
+        framework none, because it cuts all."""
         if split.tensor == 1 or self._framework is not None:
             return ()
         key = split.tensor, split.sequence, split.context, split.pipeline, split.data
@@ -321,18 +326,20 @@ class Space:
         return None
 
     def _contexts(self, num_ranks: int) -> list[int]:
-        """Context degrees that the pins allow, legal or not; only 1 where the model or the executor knows no other."""
+        """Context degrees that the pins allow, legal or not; only 1 if the model or the executor has no context
+        parallelism."""
         degrees = divisors(num_ranks) if self._kinds else [1]
         return [context for context in degrees if self.pins.allows("context", context)]
 
     def _experts(self, num_ranks: int) -> list[int]:
-        """Expert degrees that the pins allow, legal or not, for so many ranks that hold different tokens; only 1 where
-        experts are not spread."""
+        """Expert degrees that the pins allow, legal or not, for so many ranks with different tokens; only 1 if experts
+        are not spread."""
         degrees = divisors(num_ranks) if self._spreads_experts else [1]
         return [expert for expert in degrees if self.pins.allows("expert", expert)]
 
     def _reject(self, rejected: dict[str, Number], split: Split) -> None:
-        """Count rules' shares of the shapes below a split."""
+        """Add the shapes below a split that rules exclude to the counts. rejected: rule -> number of pairs of
+        micro-batch and schedule."""
         if not self._counted:
             return
         leaves = self._leaves(split)
@@ -367,7 +374,7 @@ class Space:
                 yield family
 
     def micro_batches(self, split: Split) -> Iterator[tuple[int, int]]:
-        """(micro-batch, how many of them) of its legal families."""
+        """(micro-batch, number of micro-batches) in the legal families of a split."""
         passes = self._passes(split.pipeline, split.data, split.context)
         yield from dict.fromkeys((micro_batch, count) for _, _, micro_batch, count in passes.legal)
 
@@ -399,8 +406,8 @@ class Space:
         return _Passes(tuple(legal), rejected)
 
     def _size_rule(self, micro_batch: int, context: int) -> str | None:
-        """The rule that excludes a micro-batch beside a context degree, or None if it is legal. Where both have a
-        common divisor, that many of the context ranks could be data ranks instead: they would hold as much of each
+        """The rule that excludes a micro-batch beside a context degree; None if it is legal. If the two have a common
+        divisor, that many of the context ranks could be data ranks instead: they would hold as much of each
         micro-batch, shard as much, and exchange less."""
         fewest = self.profile.smallest_micro_batch
         if micro_batch < fewest:
@@ -411,7 +418,7 @@ class Space:
         return None
 
     def _schedules(self, pipeline: int) -> list[tuple[Schedule, int]]:
-        """(schedule, stages of each rank) pairs that the pins allow, legal or not."""
+        """(schedule, stages on each rank) pairs that the pins allow, legal or not."""
         if pipeline == 1:
             return [("none", 1)] if self.pins.schedule in (None, "none") else []
         most = max(1, self._most_stages // pipeline)
@@ -427,7 +434,7 @@ class Space:
         ]
 
     def _schedule_rule(self, schedule: Schedule, pipeline: int, count: int) -> str | None:
-        """The rule that excludes a schedule for `count` micro-batches, or None if it is legal."""
+        """The rule that excludes a schedule for `count` micro-batches; None if it is legal."""
         if schedule == "1f1b" and count < pipeline:
             return "1F1B needs at least as many micro-batches as stages"
         if self._framework is not None and (rule := self._framework.schedule_rule(schedule, pipeline, count)):
@@ -443,7 +450,7 @@ class Space:
         return self._zero_bubble_rule if schedule in ZERO_BUBBLE else None
 
     def _leaves(self, split: Split) -> Number:
-        """Shapes below one family of a split."""
+        """Number of shapes below one family of a split."""
         key = self._leaves_key(split)
         if key not in self._known_leaves:
             several = one = 0
@@ -457,16 +464,16 @@ class Space:
 
     @staticmethod
     def _leaves_key(split: Split) -> tuple[int, ...]:
-        """What the shapes below a family depend on."""
+        """The fields of a split that decide which shapes are below a family."""
         tokens_over = split.tokens_over if split.expert > 1 else 1
         return split.tensor, split.context, split.pipeline, split.data, split.expert, tokens_over
 
     def num_shapes_of(self, split: Split) -> int:
-        """Shapes of all legal families of a split."""
+        """Number of shapes in all legal families of a split."""
         return _times(self._passes(split.pipeline, split.data, split.context).num_legal, self._leaves(split))
 
     def num_shapes(self, family: Family) -> int:
-        """Shapes of a family."""
+        """Number of shapes in a family."""
         several, one = self._leaves(family.split)
         return several if family.num_microbatches > 1 else one
 
@@ -475,7 +482,7 @@ class Space:
         return (family.shape(leaf) for leaf in self.leaves(family).each)
 
     def leaves(self, family: Family) -> "Leaves":
-        """What the shapes of a family differ in: one object for all families that have the same."""
+        """The leaves of a family; the same object for all families that have the same leaves."""
         key = self._leaves_of_key(family)
         if key not in self._known_shapes:
             found = [
@@ -487,8 +494,8 @@ class Space:
         return self._known_shapes[key]
 
     def unplaced(self, family: Family) -> "Leaves":
-        """What the shapes of a family differ in but for the order of the mesh axes and of the kinds of devices: one
-        leaf stands for all such orders."""
+        """The leaves of a family without the order of the mesh axes and of the kinds of devices: one leaf stands for
+        all such orders."""
         key = self._leaves_of_key(family)
         if key not in self._known_unplaced:
             split, count = family.split, min(2, family.num_microbatches)
@@ -504,19 +511,20 @@ class Space:
         return *self._leaves_key(family.split), family.num_microbatches > 1
 
     def _data_splits(self, split: Split) -> list[tuple[int, int]]:
-        """(data_replicate, data_shard) pairs over whose ranks the experts can be spread, and that a framework runs."""
+        """(data_replicate, data_shard) pairs that the experts can be spread over, and that the framework, if any,
+        runs."""
         found, framework = self._possible_data_splits(split), self._framework
         if framework is None:
             return found
         return [shares for shares in found if framework.data_rule(self._asked(split, *shares)) is None]
 
     def _possible_data_splits(self, split: Split) -> list[tuple[int, int]]:
-        """(data_replicate, data_shard) pairs over whose ranks the experts can be spread."""
+        """(data_replicate, data_shard) pairs that the experts can be spread over."""
         over = split.context * split.tokens_over
         return [(split.data // shard, shard) for shard in self._shards(split.data) if shard * over % split.expert == 0]
 
     def _shards(self, data: int) -> list[int]:
-        """data_shard degrees that the pins allow; without sharding where a parameter forbids it."""
+        """data_shard degrees that the pins allow; only 1 if fully_shard cannot take the model."""
         return [
             shard
             for shard in (divisors(data) if self._sharding_rule is None else [1])
@@ -524,8 +532,8 @@ class Space:
         ]
 
     def _orders(self, split: Split, replicate: int, shard: int) -> tuple[Placing, ...]:
-        """Orders of the mesh axes, each with one of the kinds of devices, that differ in where some group sits; on one
-        host there is one."""
+        """Orders of the mesh axes and of the kinds of devices, one for each way in which groups are placed; a single
+        one on one host."""
         tokens_over = split.tokens_over if split.expert > 1 else 1
         key = replicate, shard, split.context, split.tensor, split.pipeline, split.expert, tokens_over
         if key not in self._known_orders:
@@ -541,13 +549,13 @@ class Space:
         return self._known_orders[key]
 
     def _kind_orders(self, pipeline: int, outermost: Axis | None) -> list[tuple[int, ...]]:
-        """Orders of the kinds of devices; only () where stages are not each on one kind."""
+        """Orders of the kinds of devices; only () if stages are not each on one kind."""
         own = outermost == "pipeline" and have_own(self._device_kinds, pipeline)
         return kind_orders(self._device_kinds) if own else [()]
 
     def _placed(self, replicate: int, shard: int, context: int, tensor: int, pipeline: int) -> tuple[_Placed, ...]:
-        """All orders of the axes, each with where its groups sit; one on one host. Context ranks shard parameters
-        together with data_shard, after which they come."""
+        """All orders of the axes, with how their groups are placed; a single one on one host. Context ranks shard
+        parameters together with data_shard, so they follow it."""
         key = replicate, shard, context, tensor, pipeline
         if key not in self._known_placed:
             degrees: dict[Axis, int] = {
@@ -591,7 +599,7 @@ class Space:
         return tuple(found)
 
     def _place(self, size: int, stride: int) -> int:
-        """A number for where a group sits on the cluster, and on the hosts of each kind."""
+        """A number that is equal for groups placed alike on the cluster, and on the hosts of each kind."""
         key = size, stride
         if key not in self._places:
             alone = self._device_kinds if len(self._device_kinds) > 1 else ()
@@ -602,8 +610,8 @@ class Space:
 
 @functools.cache
 def _orders_of(units: tuple[tuple[Axis, ...], ...]) -> tuple[tuple[tuple[Axis, ...], Axis, tuple[Axis, ...]], ...]:
-    """Orders of axes that come in units: (all axes, those that are in no unit first, the outermost one in a unit,
-    those in units from the innermost one outwards)."""
+    """Orders of axes that come in units: (all axes, with those in no unit first; the outermost axis in a unit; axes in
+    units from the innermost outwards)."""
     used = [axis for unit in units for axis in unit]
     idle = tuple(axis for axis in AXES if axis not in used)
     found = []
@@ -614,13 +622,13 @@ def _orders_of(units: tuple[tuple[Axis, ...], ...]) -> tuple[tuple[tuple[Axis, .
 
 
 def _times(pairs: Number, leaves: Number) -> int:
-    """Shapes of so many pairs of micro-batch and schedule with so many shapes below each."""
+    """Number of shapes for so many pairs of micro-batch and schedule, with so many shapes below each."""
     return pairs[0] * leaves[0] + pairs[1] * leaves[1]
 
 
 def _context_kinds(profile: ModelProfile, training: TrainingSpec, pins: Pins) -> tuple[ContextKind, ...]:
-    """Kinds of context parallelism in the space; unless it is asked for, none where a model has no use for it, or under
-    a compiler, which leaves no place for other attention."""
+    """Kinds of context parallelism in the space. Unless the user asks for it, none if the model has no use for it, or
+    under a compiler, which has no place for other attention."""
     asked = (pins.context or 1) > 1
     if not (asked or has_sequence_attention(profile)):
         return ()
@@ -632,14 +640,14 @@ def _context_kinds(profile: ModelProfile, training: TrainingSpec, pins: Pins) ->
 
 
 def _context_is_free(pins: Pins) -> bool:
-    """Whether the pins leave it open to have data ranks, with smaller micro-batches, instead of context ranks."""
+    """Whether the pins allow data ranks with smaller micro-batches in place of context ranks."""
     pinned = pins.context, pins.sequence_ways, pins.micro_batch, pins.data_shard, pins.data_replicate
     return all(pin is None for pin in pinned) and not any(name == "data_shard" for name, _ in pins.most)
 
 
 def _modes(pins: Pins, pipeline: int, sharded: bool, count: int) -> list[tuple[Literal["every", "last"], bool]]:
-    """(when gradients are reduced, whether a pipeline's layers give parameters back): choices only where they save
-    memory, that is with shards, and for the first with several micro-batches."""
+    """(when gradients are reduced, whether a pipeline's layers give parameters back) pairs that are tried. There is a
+    choice only where it saves memory: for both only with shards, and for the first only with several micro-batches."""
     if pins.framework is not None:
         return _modes_of(pins.framework, pins, pipeline, sharded, count)
     syncs: tuple[Literal["every", "last"], ...] = ("last",)
@@ -654,8 +662,8 @@ def _modes(pins: Pins, pipeline: int, sharded: bool, count: int) -> list[tuple[L
 def _modes_of(
     framework: Framework, pins: Pins, pipeline: int, sharded: bool, count: int
 ) -> list[tuple[Literal["every", "last"], bool]]:
-    """The same of a framework. Shards that give gathered parameters back are other plans than those that keep them, and
-    what has no shards counts with these."""
+    """The same for a framework. With shards, plans that give gathered parameters back are other plans than those that
+    keep them; without shards plans count as keeping them."""
     if not sharded:
         return [] if pins.reshard else [("last", False)]
     found: dict[tuple[Literal["every", "last"], bool], None] = {}

@@ -11,7 +11,7 @@ from ..plan.shape import Shape
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule for so many ranks, micro-batches and stages of each rank."""
+    """A schedule with its numbers of ranks, micro-batches, and stages on each rank."""
 
     schedule: Schedule
     num_ranks: int
@@ -20,12 +20,12 @@ class Table:
 
     @classmethod
     def of(cls, shape: Shape) -> "Table":
-        """That of a shape's schedule."""
+        """The table of a shape's schedule."""
         return cls(shape.schedule, shape.pipeline, shape.num_microbatches, shape.virtual_stages)
 
     @property
     def num_stages(self) -> int:
-        """Stages of all ranks."""
+        """Number of stages on all ranks."""
         return self.num_ranks * self.virtual
 
     @property
@@ -39,8 +39,8 @@ class Table:
 
 
 def paths_of_ranks(table: Table) -> list[CriticalPath]:
-    """For every rank: the first micro-batch passes all ranks before it, then it has all its passes to do, and, without
-    zero bubbles, the last backward has those ranks before it."""
+    """For every rank a path on which the first micro-batch passes all ranks before it, then the rank has all its
+    passes, and then, without zero bubbles, the last backward passes the ranks before it."""
     found, count, split = [], table.num_microbatches, table.schedule in ZERO_BUBBLE
     for rank in range(table.num_ranks):
         passes = np.zeros((3, table.num_stages))

@@ -33,20 +33,21 @@ from .solver import solve
 MS = 1e3
 
 WORTH = 0.01
-"""Of the time of all layers: a choice that saves less is not worth the memory that whole weights take."""
+"""Share of the time of all layers that a choice has to save; if it saves less, whole weights are not worth their
+memory."""
 
 MOST_SOLVER_S = 10.0
 
 
 CutOf = tuple[int, int]
-"""(class, cut of it), by index."""
+"""(index of the class, index of its cut)."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """Modules that are cut together, or left whole. seconds: what cutting them adds to a step, without its entries.
-    modules: what no other way may cut beside it. entries: tensors that its columns read, with the seconds that each
-    costs once."""
+    """Modules that are cut together, or left whole. seconds: what cutting them adds to a step, without entries.
+    modules: those that no other way may cut at the same time. entries: (tensor that its columns read, seconds of its
+    collective); ways that read one tensor share the collective."""
 
     seconds: float
     modules: frozenset[str] = frozenset()
@@ -54,7 +55,8 @@ class Way:
 
 
 def best_ways(ways: Sequence[Way], some: bool) -> tuple[frozenset[int], float]:
-    """(ways that are cut, by index; what they add to a step) at the least seconds; some: at least one is cut."""
+    """(indices of the ways to cut, seconds that they add to a step) with the least seconds. some: at least one way must
+    be cut."""
     taken: set[int] = set()
     unclear = [i for i, way in enumerate(ways) if way.seconds < 0.0]
     for i in list(unclear):
@@ -71,7 +73,7 @@ def best_ways(ways: Sequence[Way], some: bool) -> tuple[frozenset[int], float]:
 
 
 def _may_pay(ways: Sequence[Way], unclear: Sequence[int], index: int) -> bool:
-    """Whether a way saves something if all entries that others might share cost it nothing."""
+    """Whether cutting a way could save time if all entries that others might share were free."""
     shared = {name for i in unclear if i != index for name, _ in ways[i].entries}
     return ways[index].seconds + sum(seconds for name, seconds in ways[index].entries if name not in shared) < 0.0
 
@@ -105,7 +107,7 @@ def _solved(ways: Sequence[Way], taken: frozenset[int], unclear: Sequence[int], 
 
 
 class CutChoice:
-    """Decides for one model, cluster and job; keeps what micro-batches of one size have in common."""
+    """Chooses cuts for one model, cluster and job; keeps what micro-batches of one size share."""
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
@@ -118,8 +120,8 @@ class CutChoice:
             self._kinds.setdefault(kind.layer_class, kind)
 
     def worth_trying(self, shape: Shape) -> tuple[Cuts, ...]:
-        """For each way in which tensor ranks can sit on the hosts, neighbours first: the cuts that make the layers
-        fastest, if leaving others whole is worth it; none where the best is to cut all that the degree divides."""
+        """The cuts that make the layers fastest, for each place of tensor ranks on the hosts, neighbours first, if
+        leaving the other cuts whole is worth it. Empty if it is best to cut all that the degree divides."""
         if shape.tensor == 1:
             return ()
         key = shape.tensor, shape.sequence, shape.samples
@@ -129,8 +131,8 @@ class CutChoice:
         return tuple(cuts for cuts in found if cuts is not None)
 
     def _fastest(self, shape: Shape, table: "_CutTable") -> Cuts | None:
-        """Least time is compute, traffic between tensor ranks in one place, and the optimizer sharded over all data
-        ranks: what the bound of a shape's family counts."""
+        """The cuts with the least time, None if these are all. Time is compute, traffic between tensor ranks in one
+        place, and the optimizer sharded over all data ranks, as in the bound of a shape's family."""
         ways = table.ways(shape.num_microbatches, shape.data, shape.offload_optimizer)
         taken, seconds = best_ways(ways, some=not table.fixed)
         if len(taken) == len(ways):
@@ -139,7 +141,7 @@ class CutChoice:
         return table.cuts(taken) if saved > WORTH * shape.num_microbatches * table.all_cut_s else None
 
     def _tables_of(self, shape: Shape) -> "list[_CutTable]":
-        """What each way of this shape's layers adds, for each place of tensor ranks where there is something to
+        """What each way of this shape's layers adds, for each place of tensor ranks; only places with something to
         choose."""
         if shape.tensor not in self._places:
             self._places[shape.tensor] = _Places(self.model, shape.tensor)
@@ -177,7 +179,7 @@ class CutChoice:
         ]
 
     def _seconds(self, index: int, shape: Shape, places: "_Places", without_entries: bool = False) -> Floats:
-        """[place] -> compute and collectives of a layer for one micro-batch, forward and backward."""
+        """[place] -> seconds of compute and collectives of a layer for one micro-batch, forward and backward."""
         kind = self._kinds[index]
         computed = self.model.compute(kind, shape)
         total = np.full(len(places.links), computed.forward + computed.backward)
@@ -187,7 +189,7 @@ class CutChoice:
         return total
 
     def _part(self, index: int, cut: int, left: tuple[int, ...], shape: Shape, places: "_Places") -> "_CutCost":
-        """What one cut adds to the layers of a class beside others (of a layer on slices), or alone."""
+        """What one cut adds to the layers of a class: beside other cuts, if layers are on slices; else alone."""
         layer_class, kind, count = self.model.profile.classes[index], self._kinds[index], self._counts[index]
         own = layer_class.cuts[cut]
         beside = tuple(layer_class.cuts[i].name for i in left)
@@ -209,7 +211,7 @@ class CutChoice:
         )
 
     def _collectives_s(self, costs: Costs, shape: Shape, places: "_Places") -> list[tuple[str, Floats]]:
-        """(what enters, [place] -> seconds) of each collective of a layer, as far as it is not hidden."""
+        """(name of the tensor that enters, [place] -> exposed seconds) of each collective of a layer."""
         usual, gathered = self.model.training.compute_bytes, self.model.gathered_bytes
         sizes = {c.kind: gathered if c.kind == "all_gather" else usual for c in costs.collectives}
         return [
@@ -219,8 +221,8 @@ class CutChoice:
 
 
 class _Places:
-    """The links of tensor groups of one size in each place that they can take. shown: [place] -> share of a collective
-    that no compute hides."""
+    """Links of tensor groups of one size, in each place that they can take. shown: [place] -> share of a collective
+    that compute does not hide."""
 
     def __init__(self, model: CostModel, size: int) -> None:
         self.links = [model.links(size, stride) for stride in model.places(size)]
@@ -238,8 +240,8 @@ class _Places:
 
 @dataclass(frozen=True)
 class _CutCost:
-    """What one cut adds: [place] -> seconds of all layers of its class for one micro-batch, and of its entries; seconds
-    and elements once a step."""
+    """What one cut adds: [place] -> seconds of all layers of its class for one micro-batch, and of its entries; and
+    seconds and elements once per step."""
 
     seconds: Floats
     once_s: float
@@ -249,14 +251,14 @@ class _CutCost:
 
     @property
     def most_s(self) -> Floats:
-        """[place] -> seconds for one micro-batch with all of its entries."""
+        """[place] -> seconds for one micro-batch, with all of its entries."""
         return sum((seconds for _, seconds in self.entries), self.seconds)
 
 
 @dataclass(frozen=True)
 class _CutTable:
-    """Groups of tied cuts, what each cut adds, and the cuts that there is no choice about. all_cut_s: seconds of all
-    layers for one micro-batch with everything cut, where tensor ranks sit in `place`."""
+    """Groups of tied cuts, what each cut adds, and the cuts without a choice. all_cut_s: seconds of all layers for one
+    micro-batch with everything cut, and tensor ranks in `place`."""
 
     groups: list[list[CutOf]]
     parts: dict[CutOf, _CutCost]
@@ -266,7 +268,7 @@ class _CutTable:
     place: int
 
     def ways(self, num_microbatches: int, data: int, on_host: bool) -> list[Way]:
-        """What the groups add to a step of so many micro-batches."""
+        """The groups as ways, with what they add to a step of so many micro-batches."""
         ways = []
         for group in self.groups:
             parts = [self.parts[member] for member in group]
@@ -296,7 +298,7 @@ class _CutTable:
 
 
 def tied_cuts(profile: ModelProfile, cuts: Sequence[CutOf]) -> list[list[CutOf]]:
-    """The cuts in groups that divide the same parameters, under one name or several."""
+    """Groups of cuts that divide the same parameters, under one name or several."""
     names: dict[CutOf, set[str]] = {cut: set() for cut in cuts}
     first_of = {name: group[0] for group in profile.ties for name in group}
     for layer in profile.layers:

@@ -1,9 +1,9 @@
-"""Bytes that are there only while a layer has its turn, at least, in many shapes of a family: under fully_shard its
-gathered parameters, those fetched ahead, and its gradients until they are sharded.
+"""Lower bounds, in many shapes of a family, on the bytes that are there only during a layer's turn. Under fully_shard
+these are its gathered parameters, those that are gathered ahead, and its gradients until they are sharded.
 
-A layer of experts gathers gigabytes for its turn, and what a stage keeps must leave room for them. The numbers are no
-more than LayerCost.transient_bytes, and than ending_bytes where every pass reduces gradients; with a layer after them
-in their stage, no more than LayerCost.reducing_bytes.
+A layer of experts gathers gigabytes for its turn, and what a stage keeps must leave room for them. The numbers are at
+most LayerCost.transient_bytes; at most ending_bytes, if every pass reduces gradients; and with a layer after them in
+their stage, at most LayerCost.reducing_bytes.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from ..plan.shape import LayerOption, Shape
 @dataclass(frozen=True)
 class Gathered:
     """Columns of what one kind of layer gathers and reduces: elements of all its parameters, of trainable ones, of
-    those whose gradients are reduced, and of what is fetched ahead of it; the ranks that shard them; whether copies
-    stay until the last micro-batch, and whether fully_shard handles the layers at all."""
+    those whose gradients are reduced, and of what is gathered ahead; number of ranks that shard them; whether copies
+    stay until the last micro-batch; and whether fully_shard handles the layers at all."""
 
     gathered: Floats
     trainable: Floats
@@ -43,9 +43,9 @@ def passing_bytes(
     columns: Gathered,
     resharded: Flags,
 ) -> tuple[Floats, Floats]:
-    """([way to recompute][shape] -> bytes, the same of a layer with one of its kind after it in its stage, whose
-    gradients are being reduced). shape: one of the family; kept: [way] -> bytes that the layer keeps of a micro-batch,
-    at least; resharded: the column of whether it gives its gathered parameters back."""
+    """([way to recompute][shape] -> bytes; the same for a layer with one of its kind after it in its stage, whose
+    gradients are being reduced). shape: one shape of the family; kept: [way] -> least bytes that the layer keeps of a
+    micro-batch; resharded: the column of whether it gives its gathered parameters back."""
     forward, backward, passed = np.array([model.working_bytes(kind, shape, way) for way in ways]).T[:, :, None]
     least = np.broadcast_to(np.maximum(forward, backward), (len(ways), len(columns.sharded)))
     if model.ends_in_loss(kind, shape):

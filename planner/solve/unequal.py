@@ -1,8 +1,9 @@
-"""Pipelines over unequal devices: every stage on one kind of them, priced with that kind's speed, links and memory.
+"""Pipelines over unequal devices: each stage is on one kind of device, and priced with that kind's speed, links and
+memory.
 
-Hosts are of one kind where device, links and number of devices are equal. A stage has devices of its own kind only if
-the pipeline is the outermost axis of the mesh and a stage's devices divide the number of every kind; then the kinds
-may follow each other in any order. In every other layout each stage holds devices of several kinds, so that all wait
+Hosts are of one kind if their device, links and number of devices are equal. Each stage has devices of one kind only if
+the pipeline is the outermost axis of the mesh, and the number of a stage's devices divides that of every kind; then the
+kinds may follow each other in any order. In every other layout stages hold devices of several kinds, so that all wait
 for the slowest: those are priced as if every device were the slowest, with the least memory.
 """
 
@@ -24,17 +25,19 @@ from ..plan.shape import Offered, Shape
 from .columns import StagePrices, Work
 
 MOST_KINDS = 4
-"""Kinds of devices whose orders are all tried."""
+"""Most kinds of devices whose orders are all tried."""
 
 
 def have_own(kinds: Sequence[ClusterSpec], pipeline: int) -> bool:
-    """Whether the stages of a pipeline, if it is the outermost axis, have each devices of one kind, of several."""
+    """Whether there are several kinds of devices, and each stage of a pipeline has devices of one kind, if the pipeline
+    is the outermost axis."""
     total = sum(kind.num_devices for kind in kinds)
     return len(kinds) > 1 and pipeline > 1 and not any(kind.num_devices * pipeline % total for kind in kinds)
 
 
 def kind_orders(kinds: Sequence[ClusterSpec]) -> list[tuple[int, ...]]:
-    """Orders in which stages may go over the kinds: all of them; of many kinds, by memory and by speed, up and down."""
+    """Orders of the kinds of devices along the stages: all orders; if there are many kinds, only by memory and by
+    speed, up and down."""
     numbers = range(len(kinds))
     if len(kinds) <= MOST_KINDS:
         return list(permutations(numbers))
@@ -46,11 +49,11 @@ def kind_orders(kinds: Sequence[ClusterSpec]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Shares:
-    """How stages on unequal devices can share layers at best.
+    """The best way in which stages on unequal devices could share layers.
 
     Let a layer of run r count w_r. Stages on kind k, which take t_kr for it, do at most rate_k = max_r w_r / t_kr in a
-    second, whatever they hold. So with n_k stages on kind k none of which takes longer than T,
-    sum_r count_r w_r <= T sum_k n_k rate_k. This holds for any w; each kind's own times are tried.
+    second, whatever they hold. So with n_k stages on kind k none of which takes longer than T, sum_r count_r w_r <= T
+    sum_k n_k rate_k. This holds for any w; each kind's own times are tried.
     """
 
     each: tuple[Floats, ...]
@@ -61,8 +64,8 @@ class Shares:
 
     @classmethod
     def of(cls, each: Sequence[Floats], counts: Floats, stages: Sequence[int]) -> "Shares":
-        """The shares whose bound on the slowest stage is largest. each: [kind][run] -> least seconds of a layer;
-        counts: [run] -> layers; stages: [kind] -> number of them."""
+        """The shares with the highest bound on the slowest stage. each: [kind][run] -> least seconds of a layer;
+        counts: [run] -> number of layers; stages: [kind] -> number of stages."""
         found = [cls._weighted(each, counts, stages, per_run) for per_run in (*each, np.minimum.reduce(each))]
         return max(found, key=lambda shares: shares.slowest_s)
 
@@ -77,35 +80,37 @@ class Shares:
 
     @property
     def whole(self) -> float:
-        """What all layers count."""
+        """What all layers together count."""
         return float(self.counts @ self.per_run)
 
     @property
     def slowest_s(self) -> float:
-        """Seconds that the slowest stage takes at least: those of perfect balance, or of the longest layer."""
+        """Lower bound on the seconds of the slowest stage for a micro-batch: with perfect balance, or from the longest
+        layer."""
         rate = sum(n * rate for n, rate in zip(self.stages, self.rates, strict=True))
         longest = float(np.minimum.reduce(self.each).max())
         return max(self.whole / rate if rate else 0.0, longest)
 
     @property
     def pass_s(self) -> float:
-        """Seconds that all stages take together at least: every layer where it is fastest."""
+        """Lower bound on the seconds of all stages together for a micro-batch, with every layer where it is fastest."""
         return float(self.counts @ np.minimum.reduce(self.each))
 
     def step_s(self, shape: Shape) -> float:
-        """Seconds of a step's passes at least, of 1F1B and GPipe."""
+        """Lower bound on the seconds of a step's passes, under 1F1B and GPipe."""
         even_s = even_step_s(shape.schedule, shape.pipeline, shape.num_microbatches, self.slowest_s, self.pass_s)
         return float(even_s)
 
     def work(self, kind: int) -> Work:
-        """What a stage on a kind can leave to the others."""
+        """What a stage on this kind of device can leave to the others."""
         total = sum(n * rate for n, rate in zip(self.stages, self.rates, strict=True))
         return Work(self.per_run, self.whole, total - self.rates[kind], self.pass_s)
 
 
 @dataclass(frozen=True)
 class UnequalPrices:
-    """Prices of a pipeline's stages, each on its own kind of device. kinds: [pipeline coordinate] -> kind."""
+    """Prices of a pipeline's stages, each on its own kind of device. kinds: [pipeline coordinate] -> number of its
+    kind."""
 
     shape: Shape
     kinds: tuple[int, ...]
@@ -122,7 +127,7 @@ class UnequalPrices:
 
 
 class Kinds:
-    """The kinds of devices of a cluster, with what layers cost on each; caches what orders of kinds share."""
+    """The kinds of devices of a cluster, with costs of layers on each; caches what orders of kinds share."""
 
     def __init__(self, model: CostModel) -> None:
         self.cluster = model.cluster
@@ -133,13 +138,13 @@ class Kinds:
         self._prices: dict[tuple[object, ...], tuple[StagePrices, ...]] = {}
 
     def _stages(self, pipeline: int) -> list[int]:
-        """[kind] -> pipeline coordinates on it."""
+        """[kind] -> number of pipeline coordinates on it."""
         return [part.num_devices * pipeline // self.cluster.num_devices for part in self.parts]
 
     def priced(
         self, shape: Shape, recompute: Recompute | None, reshard: bool | None, offered: Offered
     ) -> UnequalPrices:
-        """The prices of a shape whose stages are each on one kind."""
+        """The prices of a shape whose stages are each on one kind of device."""
         any_order = replace(shape, kind_order=())
         key = any_order, recompute, reshard, offered
         if key not in self._prices:
@@ -152,7 +157,7 @@ class Kinds:
         return UnequalPrices(shape, self.on_stages(shape.kind_order, shape.pipeline), self._prices[key])
 
     def on_stages(self, order: Sequence[int], pipeline: int) -> tuple[int, ...]:
-        """[pipeline coordinate] -> kind, where kinds follow each other in that order."""
+        """[pipeline coordinate] -> number of its kind, if kinds follow each other in this order."""
         stages = self._stages(pipeline)
         return tuple(kind for kind in order for _ in range(stages[kind]))
 
@@ -167,9 +172,10 @@ class Kinds:
         return have_own(self.parts, pipeline)
 
     def shares(self, each: Sequence[Floats], pipeline: int) -> Shares:
-        """How the stages of a pipeline can share layers. each: [kind][run] -> least seconds of a layer."""
+        """The best way in which the stages of a pipeline could share layers. each: [kind][run] -> least seconds of a
+        layer."""
         return Shares.of(each, self.chains[0].lengths, self._stages(pipeline))
 
     def optimizer_s(self, elements: float, on_host: bool) -> float:
-        """Seconds of the optimizer step over `elements` parameters on the device that is fastest at it."""
+        """Seconds of the optimizer step over `elements` parameters, on the device that does it fastest."""
         return min(model.optimizer_s(elements, on_host) for model in self.models)

@@ -1,7 +1,7 @@
-"""Bounds of all shapes of a family at once whose stages are each on one kind of device (unequal.py).
+"""Bounds of all shapes of a family at once, for shapes whose stages are each on one kind of device (unequal.py).
 
-Each kind of device has columns of its own of what layers take and hold there (shape_bounds.py, memory_bounds.py). Which
-stages are on which kind is decided by the order of the kinds, so that a shape's bound is that of stages which differ in
+Each kind of device has its own columns of what layers take and hold there (shape_bounds.py, memory_bounds.py). The
+order of the kinds decides which stages are on which kind, so the bound of a shape is one of stages that differ in
 seconds, bytes and room (relaxed.py). Columns are [shape], tables [kind of layer][shape], as there.
 """
 
@@ -44,7 +44,7 @@ class _OnKind:
 
 
 class UnequalBounds:
-    """Such bounds of one model, cluster and job; keeps what families share."""
+    """Such bounds for one model, cluster and job; keeps what families share."""
 
     def __init__(self, kinds: Kinds) -> None:
         self.kinds = kinds
@@ -54,8 +54,9 @@ class UnequalBounds:
     def seconds(
         self, family: Family, leaves: Leaves, some: Ints, recompute: Recompute | None, pins: Pins, enough_s: float
     ) -> Floats:
-        """[of these shapes, whose stages are on one kind each] -> seconds that no assignment beats, with the recompute
-        that memory asks for; infinite where the layers cannot be held. No more is looked for than `enough_s`."""
+        """[of these shapes, whose stages are on one kind each] -> lower bound in seconds for all cuts and options, with
+        the recompute that memory asks for; infinite if the layers cannot be held. Bounds are raised no further than
+        `enough_s`."""
         unordered, place = self._without_order(leaves)
         on = [self._on(memory, family, unordered, recompute, pins) for memory in self._memory]
         orders = [leaves.each[i].kind_order for i in some.tolist()]
@@ -63,9 +64,10 @@ class UnequalBounds:
         return np.array([in_order[order][i] for order, i in zip(orders, place[some].tolist(), strict=True)])
 
     def slowest_s(self, family: Family, leaves: Leaves, pins: Pins) -> Floats:
-        """[shape] -> seconds per micro-batch that the slowest stage takes at least, whatever the schedule and the order
-        of the kinds. No rank has fewer micro-batches in flight in any of its stages than 1F1B has there, but ZB-V,
-        which has so many from the last rank to the first: as if the kinds came the other way round."""
+        """[shape] -> lower bound on the seconds per micro-batch of the slowest stage, whatever the schedule and the
+        order of the kinds. No rank has fewer micro-batches in flight in any of its stages than 1F1B has there, except
+        under ZB-V, which has 1F1B's numbers from the last rank to the first: as if the kinds came in the opposite
+        order."""
         family = family.any_schedule
         devices = [memory.columns(family, leaves, pins.recompute, pins) for memory in self._memory]
         flights, counts = np.array(in_flight(family)), self._memory[0].bounds.counts
@@ -76,7 +78,7 @@ class UnequalBounds:
         return least
 
     def _in_order(self, family: Family, on: list[_OnKind], order: tuple[int, ...], enough_s: float) -> Floats:
-        """[shape without order] -> the same with kinds in that order."""
+        """[shape without order] -> the same, with kinds in this order."""
         counts, count, is_even = self._memory[0].bounds.counts, family.num_microbatches, not is_chunked(family.schedule)
         ranks, layers = np.array(self.kinds.on_stages(order, family.pipeline)), [each.layers for each in on]
         of_stages, devices = on[0].whole[0], [each.whole[1] for each in on]
@@ -104,7 +106,7 @@ class UnequalBounds:
     def _on(
         self, memory: MemoryBounds, family: Family, leaves: Leaves, recompute: Recompute | None, pins: Pins
     ) -> _OnKind:
-        """What the shapes take on the kind that has these bounds."""
+        """What the shapes take on the kind of device of these bounds."""
         bounds, everything, num_ranks = memory.bounds, np.arange(len(leaves.each)), family.pipeline
         fastest, data = bounds.fastest(family, leaves, recompute, pins.reshard), bounds.data(family, leaves)
         runs, of_stages, rooms, *ends = memory.layers(family, leaves, everything, recompute, pins)

@@ -1,4 +1,4 @@
-"""A search of several spaces as one: their plans together, and what no plan of any of them beats."""
+"""Searches several spaces as one: returns their plans together, and a lower bound for all of them."""
 
 import time
 from collections import Counter
@@ -16,8 +16,8 @@ def explore_all(
     progress: Progress | None = None,
     cutoff_s: float = float("inf"),
 ) -> Outcome:
-    """What Explorer.explore finds in all of these spaces, which have no plan in common. Each has an even share of the
-    time that is left, and looks only for what comes near the best of those before it."""
+    """What Explorer.explore finds in all of these spaces, which have no plan in common. Each gets an even share of the
+    time that is left, and looks only for what comes near the best of the spaces before it."""
     found = Outcome()
     if len(spaces) == 1:
         return explorer.explore(spaces[0], deadline_s, near=near, progress=progress, cutoff_s=cutoff_s)
@@ -42,5 +42,5 @@ def explore_all(
 
 
 def _part_of(progress: Progress, place: int, count: int) -> Progress:
-    """Progress of one of so many searches as that of all."""
+    """A progress that reports that of search number `place`, out of `count`, as that of all."""
     return lambda what, share: progress(what, (place + share) / count)

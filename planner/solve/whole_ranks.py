@@ -1,6 +1,6 @@
-"""What ranks that hold several stages run again at least: exactly, each layer whole and with one option.
+"""Exact lower bounds on what ranks with several stages recompute, where each layer is whole and has one option.
 
-If layers could be divided, a rank would run again just the fraction of a layer that its memory asks for, and leave room
+If layers could be divided, a rank would recompute just the fraction of a layer that its memory asks for, and leave room
 for that fraction of its turn. Here options are packed layer by layer: of all (bytes, seconds) that so many layers can
 have, those are kept that no other beats in both. That is done for each option whose turn may be the largest: the other
 layers then have options whose turns are no larger, and the room is less by that turn.
@@ -15,14 +15,15 @@ import numpy as np
 from ..arrays import Floats
 
 ROUNDING = 1e-9
-"""Relative: sums of the same bytes in another order differ by less."""
+"""Relative difference up to which sums of the same bytes in another order may differ."""
 
 
 @dataclass(frozen=True)
 class LayerTurns:
-    """Bytes that are there in a layer's turn only, of a run of layers that is cut: [option] of one alone, and with
-    another one after it in its stage. run: which one; ahead, after: layers before and after it in the chain, which may
-    be all that the first and last stages hold; left: [rank] -> what its room leaves for turns already."""
+    """Bytes that are there only in a layer's turn, for a run of layers that may be cut. alone, paired: [option] ->
+    bytes for a layer alone, and for one with another after it in its stage. run: number of the run; ahead, after:
+    layers before and after it in the chain, which may be all that the first and last stages hold; left: [rank] -> bytes
+    that its room leaves for turns already."""
 
     run: int
     ahead: int
@@ -42,12 +43,12 @@ def least_again_s(
     room: float,
     most: int,
 ) -> Floats:
-    """[layers] -> seconds that so many layers of a rank run again at least for a micro-batch, from one for each of its
-    `own` stages to `most`; infinite where they cannot be held.
+    """[layers] -> lower bound on the seconds of recompute for a micro-batch with so many layers on a rank, from one for
+    each of its `own` stages to `most`; infinite if they cannot be held.
 
-    own: of each stage that holds a layer for certain, [option] -> bytes of it; further: those of each further layer;
-    again_s, alone, paired: [option]; num_stages: of the rank, so that of more layers two are in one stage; room: bytes,
-    turns included.
+    own: for each stage that holds a layer for certain, [option] -> bytes of it; further: [option] -> bytes of each
+    further layer; again_s, alone, paired: [option]; num_stages: of the rank; with more layers than that, two are in one
+    stage; room: bytes, turns included.
     """
     found = np.full(most - len(own) + 1, np.inf)
     if not own:
@@ -71,7 +72,8 @@ def least_again_s(
 
 
 def _unbeaten(sizes: Floats, seconds: Floats) -> tuple[Floats, Floats]:
-    """Those that no other beats in both, the smallest first; of some that differ by rounding, one."""
+    """Those (bytes, seconds) that no other beats in both, the fewest bytes first; of several that differ only by
+    rounding, one."""
     order = np.lexsort((seconds, sizes))
     sizes, seconds = sizes[order], seconds[order]
     before = np.minimum.accumulate(np.concatenate(([np.inf], seconds[:-1])))
@@ -80,8 +82,8 @@ def _unbeaten(sizes: Floats, seconds: Floats) -> tuple[Floats, Floats]:
 
 
 def hull(first: int, seconds: Floats) -> list[tuple[float, float]]:
-    """(seconds at no layers, seconds for each) of lines that [layers] -> seconds is nowhere below, from `first` layers
-    on: the sides of its lower convex hull. Finite up to some number."""
+    """(seconds at no layers, seconds for each layer) of lines below [layers] -> seconds, from `first` layers on: the
+    sides of its lower convex hull. The seconds are finite up to some number of layers."""
     corners: list[tuple[int, float]] = []
     for number, value in enumerate(seconds[np.isfinite(seconds)].tolist(), first):
         while len(corners) > 1:
