@@ -79,27 +79,67 @@ class _Bags(nn.Module):
         return self.top(torch.cat(found, dim=1)).squeeze(1)
 
 
+class _Activated(nn.GroupNorm):
+    """A norm and its activation, as timm's."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).tanh()
+
+
 class _Parallel(nn.Module):
     """Attention's projections and a feed-forward beside it, all of one tensor."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.value, self.out = nn.Linear(width, width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.value, self.groups, self.out = nn.Linear(width, width), _Activated(4, width), nn.Linear(width, width)
+        self.up, self.down = _Product(width, 4 * width), nn.Linear(4 * width, width)
+        self.widen, self.narrow = _Rounded(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
-        return x + self.out(torch.tanh(self.value(y))) + self.down(nn.functional.gelu(self.up(y)))
+        x = x + self.out(self.groups(self.value(y))) + self.down(nn.functional.gelu(self.up(y)))
+        return x + self.narrow(self.widen(y))
+
+
+class _Scaled(nn.Embedding):
+    """As Gemma's and BART's."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 3
+
+
+class _Shifted(nn.Embedding):
+    """As OPT's, of positions."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input + 2)
+
+
+class _Product(nn.Linear):
+    """A linear layer in other words, as Falcon's."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input @ self.weight.T + self.bias
+
+
+class _Rounded(nn.Linear):
+    """A linear layer with rounded weights, as BitNet's."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight = self.weight + (self.weight.sign() * self.weight.abs().mean() - self.weight).detach()
+        return nn.functional.linear(input, weight, self.bias)
 
 
 class _Beside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.words, self.places = _Scaled(1024, 16, padding_idx=600), _Shifted(1028, 16)
         self.blocks = nn.ModuleList(_Parallel() for _ in range(2))
         self.head = nn.Linear(16, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = (self.words(words) + self.places(words)).mean(1)
         for block in self.blocks:
             x = block(x)
         return self.head(x).squeeze(-1)
@@ -192,8 +232,8 @@ def _places(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 6, 16), torch.randn(size, 6)
 
 
-def _points(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(size, 16), torch.randn(size)
+def _words(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(598, 1024, (size, 8)), torch.randn(size)
 
 
 def _bags(size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,7 +246,7 @@ def _squares(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> 
 
 @functools.cache
 def _loaded(name: str) -> LoadedModel:
-    own = {"bags": (_Bags, _bags), "parallel": (_Beside, _points), "slopes": (_Slopes, _places)}
+    own = {"bags": (_Bags, _bags), "parallel": (_Beside, _words), "slopes": (_Slopes, _places)}
     own["widths"] = _OffInputs, _places
     loaded = load_model(own[name][0], batch=own[name][1], loss=_squares) if name in own else small(MODELS / name)
     build = loaded.build
@@ -299,12 +339,21 @@ def test_channels_are_cut_with_the_groups_of_the_norm_between() -> None:
 
 def test_groups_that_read_one_tensor_sum_its_gradient_once() -> None:
     profile = _profile("parallel")
-    block = profile.classes[profile.layers[0].layer_class]
+    block = profile.classes[profile.layers[1].layer_class]
 
     backward = [c for c in (block.tensor or block.whole).collectives if c.part == "backward"]
 
     assert len(block.cuts) == 2
     assert [c.entry for c in backward] == ["value"]
+
+
+def test_what_a_module_does_beside_its_class_of_torch_is_kept_or_forbids_its_cut() -> None:
+    profile = _profile("parallel")
+    first, block = (profile.classes[profile.layers[i].layer_class] for i in (0, 1))
+
+    assert [cut.name for cut in (*first.cuts, *block.cuts)] == ["embedding:words", "mlp:out", "mlp:down"]
+    assert any("places: not cut by tensor parallelism, because its forward does more" in note for note in profile.notes)
+    assert any("widen not cut by tensor parallelism, because more than" in note for note in profile.notes)
 
 
 def test_slopes_of_all_heads_and_samples_are_cut_with_the_groups_of_heads() -> None:

@@ -1,10 +1,10 @@
 """Forwards of modules that tensor parallelism cuts: the local part of the work, and the collectives around it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from ...profiler.model.model_profile import TensorCut
@@ -146,19 +146,22 @@ def embedding_forward(module: nn.Module, group: dist.ProcessGroup) -> Callable[[
         or module.sparse
     ):
         raise ValueError(f"cannot cut {module}: only a plain nn.Embedding can be cut by its vocabulary")
-    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    rank, count, padding, whole = dist.get_rank(group), dist.get_world_size(group), module.padding_idx, module.forward
 
     def forward(tokens: torch.Tensor) -> torch.Tensor:
-        weight = module.weight
-        check_range(tokens, None, weight.shape[0] * count, "tokens that the embedding is asked for")
-        first = rank * weight.shape[0]
-        elsewhere = (tokens < first) | (tokens >= first + weight.shape[0])
-        if module.padding_idx is not None:
-            ours = (tokens - first).masked_fill(elsewhere, 0)
-            here = first <= module.padding_idx < first + weight.shape[0]
-            y = F.embedding(ours, weight, module.padding_idx - first if here else None)
+        rows = module.weight.shape[0]
+        check_range(tokens, None, rows * count, "tokens that the embedding is asked for")
+        first = rank * rows
+        elsewhere = (tokens < first) | (tokens >= first + rows)
+        ours = (tokens - first).masked_fill(elsewhere, 0)
+        if padding is None:
+            y = whole(ours)
         else:
-            y = F.embedding((tokens - first).masked_fill(elsewhere, 0), weight)
+            module.padding_idx = padding - first if first <= padding < first + rows else None
+            try:
+                y = whole(ours)
+            finally:
+                module.padding_idx = padding
         return call(SumAlike, y.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
 
     return unwatched(forward, differs=False)
@@ -174,18 +177,10 @@ def table_forward(module: nn.Module, group: dist.ProcessGroup) -> Callable[..., 
     ):
         raise ValueError(f"cannot cut {module}: only a plain nn.EmbeddingBag can be cut by its features")
 
-    def forward(
-        rows: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        y = F.embedding_bag(
-            rows,
-            module.weight,
-            offsets,
-            mode=module.mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=module.include_last_offset,
-            padding_idx=module.padding_idx,
-        )
+    whole = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        y = whole(*args, **kwargs)
         return call(GatherAlike, y, y.ndim - 1, group)
 
     return unwatched(forward, differs=False)
@@ -195,11 +190,7 @@ def norm_forward(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """A group norm of this rank's groups of channels."""
     if not isinstance(module, nn.GroupNorm):
         raise ValueError(f"cannot cut {module}: of norms between cut modules only nn.GroupNorm is known")
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return F.group_norm(x, module.num_groups, module.weight, module.bias, module.eps)
-
-    return unwatched(forward, differs=True)
+    return unwatched(module.forward, differs=True)
 
 
 def heads_forward(module: nn.Module, group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from textwrap import shorten
 from typing import Any
@@ -39,6 +39,7 @@ from .tensor_flow import (
     cut_storages,
     group_norms,
     is_attention,
+    is_plain,
     kind_and_units,
     made_by,
     parts_of,
@@ -64,6 +65,8 @@ SMALLEST_VOCABULARY = 1024
 
 _DEGREES = (2, 3, 5, 7)
 """Degrees that are tried on fake tensors. Numbers that none of these divides are not divided by any from 2 to 10."""
+
+_OWN_LOOK_UP = "because its forward does more than look up what it is given, and go on element by element"
 
 _DOES_NOT_RUN = "with its weights cut the layer does not run"
 
@@ -119,14 +122,16 @@ def _passed_over(probe: "_Probe", flow: Flow, knows_attention: bool) -> Iterator
     numbers = {name: number for number, name in flow.parameters.items()}
     read = {view.storage for op in flow.ops for view in op.inputs}
     repeated = [name for name in products if flow.calls.get(name, 0) > 1]
+    own = [name for name in products if flow.calls.get(name) == 1 and name not in flow.taps]
     bare = [name for name in products if name not in flow.calls and numbers.get(f"{probe.where(name)}.weight") in read]
     for names, why in (
         (repeated, "they run more than once in it"),
+        (own, "more than a product with their weights lies in their forwards"),
         (bare, "their weights are read in another way than by calling them"),
     ):
         if names:
             yield f"{probe.where('')}: {', '.join(names)} not cut by tensor parallelism, because {why}"
-    if knows_attention or repeated or bare:
+    if knows_attention or repeated or own or bare:
         return
     for name in dict.fromkeys(op.module for op in flow.ops if is_attention(op)):
         yield f"{probe.where(name)}: not cut by tensor parallelism, because no linear modules lie around its attention"
@@ -195,15 +200,19 @@ class _Probe:
         taps: dict[str, Tap] = {}
         calls: dict[str, int] = defaultdict(int)
         given: list[tuple[torch.Tensor, str]] = []
+        spans: dict[str, list[int]] = defaultdict(list)
+
+        def mark(name: str) -> Callable[..., None]:
+            return lambda *_: spans[name].append(len(run.recorder.ops)) if run.recorder.active else None
 
         def tap(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
                 # a router may be a linear layer that returns scores and logits
                 if run.recorder.active and args and all(isinstance(x, torch.Tensor) for x in (args[0], output)):
                     calls[name] += 1
-                    number = run.storages.number
                     like = next((first for tensor, first in given if tensor is args[0]), name)
                     given.append((args[0], like))
+                    number = run.storages.number
                     taps[name] = Tap(module, View.of(args[0], number(args[0])), View.of(output, number(output)), like)
 
             return hook
@@ -233,6 +242,9 @@ class _Probe:
             else module.register_forward_hook(door(name), with_kwargs=True)
             for name, module in self.modules.items()
         ]
+        for name in tapped:
+            handles.append(self.modules[name].register_forward_pre_hook(mark(name)))
+            handles.append(self.modules[name].register_forward_hook(mark(name), prepend=True))
         whole = run.run(backward=False)
         for handle in handles:
             handle.remove()
@@ -241,7 +253,12 @@ class _Probe:
             again = LayerRun(self.fake, self.chain, self.index, self.shapes, 1, self.seq_len)
             self.whole = again.run() if self.looks_back else whole
         parameters = {run.storages.number(p): name for name, p in self.fake.module.named_parameters()}
-        once = {name: taps[name] for name in taps if calls[name] == 1}
+        once = {name: tap for name, tap in taps.items() if calls[name] == 1}
+        for name, tap in [*once.items()]:
+            weights = [run.storages.number(tap.module.get_parameter("weight")), *parameters]
+            if not is_plain(tap.module, tap.input, weights, run.recorder.ops[slice(*spans[name])]):
+                once[name] = replace(tap, plain=False)
+        once = {name: tap for name, tap in once.items() if tap.plain or not is_product(tap.module)}
         flow = Flow(once, whole.ops, parameters, whole.arrived, {n: d for n, d in doors.items() if calls[n] == 1})
         flow.calls.update(calls)
         flow.storages.add_nodes_from(tap.input.storage for tap in once.values())
@@ -557,6 +574,9 @@ def _embedding_cuts(probe: _Probe, flow: Flow, shapes: Sequence[Shapes]) -> list
     outcomes: list[tuple[str, TensorCut | str]] = []
     for name in tables:
         rows = flow.taps[name].module.get_parameter("weight").shape[0]
+        if not flow.taps[name].plain:
+            outcomes.append((name, _OWN_LOOK_UP))
+            continue
         if math.prod(larger[name].input.shape) == math.prod(flow.taps[name].input.shape):
             continue
         cut = TensorCut(kind="embedding", columns=(name,), units=(rows,), sharded=probe.sharded(name, 0, bias=False))
@@ -571,6 +591,9 @@ def _table_cuts(probe: _Probe, flow: Flow) -> list[tuple[str, TensorCut | str]]:
     for name, tap in flow.taps.items():
         table = tap.module
         if not isinstance(table, nn.EmbeddingBag) or table.num_embeddings < SMALLEST_VOCABULARY:
+            continue
+        if not tap.plain:
+            outcomes.append((name, _OWN_LOOK_UP))
             continue
         if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
             outcomes.append((name, "because it norms its rows, or its gradients are sparse"))

@@ -22,6 +22,8 @@ class Tap:
     output: View
     like: str
     """Name of the first module that was given the same tensor."""
+    plain: bool = True
+    """It does what its class of torch does (is_plain)."""
 
 
 @dataclass
@@ -107,6 +109,28 @@ def _dim_of_heads(view: View, heads: int) -> int | None:
     heads."""
     dim = len(view.shape) - 3
     return dim if dim in (0, 1) and view.shape[dim] == heads else None
+
+
+def is_plain(module: nn.Module, given: View, weights: Sequence[int], ops: Sequence[Op]) -> bool:
+    """Whether a module that ran these operators did no more than its class of torch does, in a forward of its own or
+    not: a product of what it is given with its weight, and its bias; or rows of a table by the numbers that it is
+    given, of which it may make something element by element. weights: storages of all parameters, its own first."""
+    read, work = {given.storage}, []
+    for op in ops:
+        if op.name == "clone" and op.inputs[0].storage in read:
+            read |= made_by(op)
+        elif not op.is_view:
+            work.append(op)
+    if not work or weights[0] not in {view.storage for view in work[0].inputs}:
+        return False
+    first, rest = work[0], work[1:]
+    trained = [any(view.storage in weights for view in op.inputs) for op in rest]
+    if is_product(module):
+        by_weight = first.kind == "matmul" and any(view.storage in read for view in first.inputs)
+        return by_weight and len(rest) <= 1 and all(op.name in ("add", "add_") for op in rest) and all(trained)
+    looked_up = first.name == "_embedding_bag" or (first.name == "embedding" and given in first.inputs)
+    alike = all(op.kind == "elementwise" and op.outputs[0].shape == first.outputs[0].shape for op in rest)
+    return looked_up and alike and not any(trained) and not any(op.draws for op in rest)
 
 
 def columns_of(
