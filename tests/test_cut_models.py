@@ -58,7 +58,8 @@ CASES = {
     "norms of heads beside experts": Case("qwen3_30b_a3b"),
     "slopes of all heads and samples": Case("slopes"),
     "widths off the shape of an input": Case("widths"),
-    "widths off the shape of an input, on slices": Case("widths", sequence=True),
+    "one head of keys": Case("one head"),
+    "one head of keys, on slices": Case("one head", sequence=True),
 }
 
 
@@ -205,6 +206,31 @@ class _Widths(nn.Module):
         return self.out(y.transpose(1, 2).reshape(size, length, width))
 
 
+class _OneHead(nn.Module):
+    """Attention of all heads of queries to one of keys and values (Shazeer 2019, arXiv:1911.02150)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.key, self.value, self.norm = nn.Linear(16, 4), nn.Linear(16, 4), nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size, length, _ = x.shape
+        given = (self.query(x), self.key(x), self.value(x))
+        q, k, v = (y.view(size, length, -1, 4).transpose(1, 2) for y in given)
+        y = nn.functional.scaled_dot_product_attention(q, self.norm(k), v, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class _OneHeadBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = _OneHead()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attention(x)
+
+
 class _WidthsBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -228,8 +254,12 @@ class _OffInputs(nn.Module):
         return self.head(x).squeeze(-1)
 
 
-def _places(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(size, 6, 16), torch.randn(size, 6)
+def _one_head() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), _OneHeadBlock(), _OneHeadBlock(), nn.Linear(16, 1), nn.Flatten())
+
+
+def _places(size: int, seq_len: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, seq_len, 16), torch.randn(size, seq_len)
 
 
 def _words(size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,7 +277,7 @@ def _squares(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> 
 @functools.cache
 def _loaded(name: str) -> LoadedModel:
     own = {"bags": (_Bags, _bags), "parallel": (_Beside, _words), "slopes": (_Slopes, _places)}
-    own["widths"] = _OffInputs, _places
+    own |= {"widths": (_OffInputs, _places), "one head": (_one_head, _places)}
     loaded = load_model(own[name][0], batch=own[name][1], loss=_squares) if name in own else small(MODELS / name)
     build = loaded.build
 

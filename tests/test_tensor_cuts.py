@@ -528,11 +528,13 @@ def test_what_lies_between_has_the_name_of_the_layer_that_reads_it() -> None:
 
 
 class _Grouped(nn.Module):
-    """Attention of 4 heads of queries to 2 of keys and values, which are repeated."""
+    """Attention of 4 heads of queries to 2 (or 1) of keys and values, which are repeated."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int = 2) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.out = nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(32, 16), nn.Linear(32, 32)
+        self.q, self.out = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.k, self.v = (nn.Linear(32, 8 * heads) for _ in range(2))
+        self.times = 4 // heads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def heads(y: torch.Tensor) -> torch.Tensor:
@@ -540,7 +542,7 @@ class _Grouped(nn.Module):
 
         def repeated(y: torch.Tensor) -> torch.Tensor:
             size, count, length, width = y.shape
-            return y[:, :, None].expand(size, count, 2, length, width).reshape(size, count * 2, length, width)
+            return y[:, :, None].expand(size, count, self.times, length, width).flatten(1, 2)
 
         keys, values = repeated(heads(self.k(x))), repeated(heads(self.v(x)))
         y = functional.scaled_dot_product_attention(heads(self.q(x)), keys, values, is_causal=True)
@@ -555,6 +557,23 @@ def test_a_head_of_keys_that_a_rank_has_alone_is_repeated_without_a_copy() -> No
 
     assert _pairs(profile.classes[0]) == [("attention", ("k", "v", "q"), ("out",))]
     assert profile.classes[0].cuts[0].units == (4, 2)
+
+
+def test_one_head_of_keys_for_all_queries_stays_whole_and_enters() -> None:
+    model = nn.Sequential(_Grouped(1), _Grouped(1), nn.Flatten())
+    cut = (
+        trace(load_model(model, batch=lambda size: torch.ones(size, 6, 32), loss=lambda y, batch: y.mean()))
+        .classes[0]
+        .cuts[0]
+    )
+
+    assert (cut.kind, cut.columns, cut.entries, cut.rows, cut.units) == (
+        "attention",
+        ("q",),
+        ("k", "v"),
+        ("out",),
+        (4,),
+    )
 
 
 def test_features_that_no_degree_divides_are_not_cut() -> None:

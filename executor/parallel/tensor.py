@@ -248,9 +248,9 @@ def _replace_forwards(
         for name in cut.columns:
             module = _submodule(stage, prefix, name)
             module.forward = whole_forward(module.forward, own_width)
-    for name in () if around else cut.entries:
+    for name in cut.entries:
         module = _submodule(stage, prefix, name)
-        module.forward = entry_forward(module, region.column_input(sliced))
+        module.forward = entry_forward(module, (lambda x, pending: x) if around else region.column_input(sliced))
     for name in cut.between:
         module = _submodule(stage, prefix, name)
         module.forward = norm_forward(module)

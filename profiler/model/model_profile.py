@@ -230,7 +230,8 @@ class TensorCut(Frozen):
     )
     entries: tuple[str, ...] = Field(
         default=(),
-        description="whole modules whose output enters, not their input: a column's input and more is made of it",
+        description="whole modules whose output enters, not their input: a column's input and more is made of it, or "
+        "a head of keys that all queries read",
     )
     between: tuple[str, ...] = Field(
         default=(), description="modules between columns and row that hold a parameter for each cut feature"

@@ -42,6 +42,7 @@ from .tensor_flow import (
     is_plain,
     kind_and_units,
     made_by,
+    one_head_for_all,
     parts_of,
     read_directly,
     rows_of,
@@ -306,6 +307,8 @@ class _Probe:
         by_heads: ByHeads,
     ) -> TensorCut | str:
         """The cut of these columns and rows, with all that must be divided for it to work; or the reason against it."""
+        shared = one_head_for_all(flow, rows[0], columns, between)
+        columns, entries = tuple(name for name in columns if name not in shared), (*entries, *shared)
         parts = {}
         for column in columns:
             found = channels_of(flow, column) if is_convolution(flow.taps[column].module) else parts_of(flow, column)

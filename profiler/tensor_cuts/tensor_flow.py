@@ -401,6 +401,16 @@ def _units_read(flow: Flow, tap: Tap, between: set[int]) -> set[int]:
     return {read.count for read in reads if read.block > read.count}
 
 
+def one_head_for_all(flow: Flow, row: str, columns: tuple[str, ...], between: set[int]) -> tuple[str, ...]:
+    """Those of the columns that give a single head, of keys or values, which all heads of queries read."""
+    heads = heads_in(flow, between) or 1
+    head_width, rest = divmod(features(flow.taps[row].module)[0], heads)
+    if heads == 1 or rest:
+        return ()
+    found = tuple(name for name in columns if features(flow.taps[name].module)[1] == head_width)
+    return found if len(found) < len(columns) else ()
+
+
 def kind_and_units(
     flow: Flow, row: str, columns: tuple[str, ...], parts: dict[str, tuple[int, ...]], between: set[int]
 ) -> tuple[Literal["attention", "mlp"], tuple[int, ...]]:
