@@ -106,8 +106,12 @@ class _Parallel(nn.Module):
 class _Scaled(nn.Embedding):
     """As Gemma's and BART's."""
 
+    def __init__(self, *args: int, **kwargs: int) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = nn.Buffer(torch.tensor(3), persistent=False)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input) * 3
+        return super().forward(input) * self.scale.to(self.weight.dtype)
 
 
 class _Shifted(nn.Embedding):

@@ -254,12 +254,12 @@ class _Probe:
             again = LayerRun(self.fake, self.chain, self.index, self.shapes, 1, self.seq_len)
             self.whole = again.run() if self.looks_back else whole
         parameters = {run.storages.number(p): name for name, p in self.fake.module.named_parameters()}
-        once = {name: tap for name, tap in taps.items() if calls[name] == 1}
-        for name, tap in [*once.items()]:
-            weights = [run.storages.number(tap.module.get_parameter("weight")), *parameters]
-            if not is_plain(tap.module, tap.input, weights, run.recorder.ops[slice(*spans[name])]):
-                once[name] = replace(tap, plain=False)
-        once = {name: tap for name, tap in once.items() if tap.plain or not is_product(tap.module)}
+        once = {name: found for name, found in taps.items() if calls[name] == 1}
+        for name, found in [*once.items()]:
+            weights = [run.storages.number(found.module.get_parameter("weight")), *parameters]
+            if not is_plain(found.module, found.input, weights, run.recorder.ops[slice(*spans[name])]):
+                once[name] = replace(found, plain=False)
+        once = {name: found for name, found in once.items() if found.plain or not is_product(found.module)}
         flow = Flow(once, whole.ops, parameters, whole.arrived, {n: d for n, d in doors.items() if calls[n] == 1})
         flow.calls.update(calls)
         flow.storages.add_nodes_from(tap.input.storage for tap in once.values())

@@ -124,13 +124,18 @@ def is_plain(module: nn.Module, given: View, weights: Sequence[int], ops: Sequen
     if not work or weights[0] not in {view.storage for view in work[0].inputs}:
         return False
     first, rest = work[0], work[1:]
-    trained = [any(view.storage in weights for view in op.inputs) for op in rest]
     if is_product(module):
         by_weight = first.kind == "matmul" and any(view.storage in read for view in first.inputs)
-        return by_weight and len(rest) <= 1 and all(op.name in ("add", "add_") for op in rest) and all(trained)
-    looked_up = first.name == "_embedding_bag" or (first.name == "embedding" and given in first.inputs)
-    alike = all(op.kind == "elementwise" and op.outputs[0].shape == first.outputs[0].shape for op in rest)
-    return looked_up and alike and not any(trained) and not any(op.draws for op in rest)
+        biases = [op.name in ("add", "add_") and any(view.storage in weights for view in op.inputs) for op in rest]
+        return by_weight and len(rest) <= 1 and all(biases)
+    made, apart = made_by(first), read.union(weights)
+    for op in rest:
+        reads = {view.storage for view in op.inputs}
+        goes_on = op.kind == "elementwise" and op.outputs[0].shape == first.outputs[0].shape
+        if op.draws or reads & apart or (reads & made and not goes_on):
+            return False
+        made |= made_by(op) if reads & made else set()
+    return first.name == "_embedding_bag" or (first.name == "embedding" and given in first.inputs)
 
 
 def columns_of(
