@@ -2,6 +2,7 @@
 of profiles, run torch on one thread (ranks share the cores, and one process that is compared with them rounds as they
 do), draw the same examples every time, and wait as long as it takes on a machine that does other things, too."""
 
+import gc
 import os
 from collections.abc import Generator
 
@@ -21,6 +22,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before any test imports torch."""
     if "gpu" not in config.option.markexpr.split():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    gc.set_threshold(*gc.get_threshold()[:2], SELDOM)
+
+
+SELDOM = 1000
+"""Collections of younger garbage between two of all: those go through a million objects that were imported and are no
+garbage, half a second each. Ranks begin with this, too."""
 
 
 @pytest.hookimpl(wrapper=True)
