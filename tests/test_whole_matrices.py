@@ -220,6 +220,14 @@ class LearningSGD(SGD):
             group["lr"] = min(group["lr"] * self.growth, 1 / (1e-6 + total))
 
 
+class FusedAlone(AdamW):
+    """Steps in one kernel or not at all, as those do that have no other way."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert all(group["fused"] for group in self.param_groups)
+        super().step()
+
+
 class Signed(SGD):
     """Has written a number and a function on itself."""
 
@@ -306,6 +314,7 @@ def test_optimizers_that_do_not_step_shards_are_known() -> None:
 
         assert steps_shards(adamw([first]))
         assert not steps_shards(JoinedOptimizers([adamw([first]), Rprop([second])]))
+        assert steps_shards(FusedAlone([first], fused=True))
 
 
 def _noisy(plan: dict[str, Any]) -> list[torch.Tensor] | str:

@@ -77,8 +77,9 @@ def steps_shards(optimizer: Optimizer) -> bool:
             like = max(shards, key=lambda p: p.dim())
             local = torch.ones(_TRIED_SHAPE[: like.dim()], device=like.device)
             start = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
+            options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             try:
-                _stepped(one, {k: v for k, v in group.items() if k not in ("params", "param_names")}, start, [start])
+                _all_stepped(one, [(options, [start])], [[start]], as_asked=True)
             except Exception:
                 return False
     return True
@@ -144,16 +145,19 @@ def _all_stepped(
     optimizer: Optimizer,
     groups: Sequence[tuple[dict[str, Any], Sequence[torch.Tensor]]],
     gradients: Sequence[Sequence[torch.Tensor]],
+    as_asked: bool = False,
 ) -> tuple[list[torch.Tensor], list[dict[str, float]]]:
     """(parameters, numbers of each group) after steps of a copy of the optimizer. groups: (options, parameters).
-    gradients: [step][parameter]."""
+    gradients: [step][parameter]. as_asked: by the kernels that the options ask for; else one operator at a time, which
+    takes any device and dtype."""
     own = _copied(optimizer)
     for options, starts in groups:
         parameters = [nn.Parameter(start.clone()) for start in starts]
         for made in islice(optimizer.state.values(), 1):  # by the constructor, as Adagrad's before torch 2.13
             for parameter in parameters:
                 own.state[parameter] = {name: _like(value, parameter) for name, value in made.items()}
-        plain = {key: False for key in ("fused", "foreach", "capturable") if options.get(key)}
+        kernels = () if as_asked else ("fused", "foreach", "capturable")
+        plain = {key: False for key in kernels if options.get(key)}
         rate = {"lr": 0.01} if "lr" in options else {}
         own.param_groups.append({**copy.deepcopy(options), **plain, **rate, "params": parameters})
     stepped = [parameter for group in own.param_groups for parameter in group["params"]]
