@@ -358,6 +358,14 @@ def run(loss: float = 1.0, gradient: float = 1.0, tiny: float = 1e-9, parameter:
 REPORT = VerifyReport("title", (), {})
 
 
+def test_complex_numbers_are_held_against_exact_ones_in_both_parts() -> None:
+    def of(imaginary: float) -> Any:
+        return replace(run(), gradients={"a": torch.tensor([[complex(1.0, imaginary)] * 3])})
+
+    assert compared(REPORT, of(1.01), of(0.99), of(1.0)).rounding
+    assert not compared(REPORT, of(1.01), of(0.9), of(1.0)).ok
+
+
 def test_rounding_of_a_gradient_that_is_zero_is_no_difference() -> None:
     assert compared(REPORT, run(tiny=1e-9), run(tiny=-3e-9)).ok
 

@@ -291,7 +291,8 @@ def _nearer(expected: RunResult, found: RunResult, exact: RunResult) -> RunResul
     def nearer(a: torch.Tensor, b: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
         if not a.shape == b.shape == true.shape or not a.numel():
             return a
-        off, other = (float((x.detach().double() - true.detach()).abs().max()) for x in map(as_real, (a, b)))
+        one, plan, exactly = (as_real(x.detach()).double() for x in (a, b, true))
+        off, other = (float((x - exactly).abs().max()) for x in (one, plan))
         return b if other <= _AS_FAR * off else a
 
     def number(a: float, b: float, true: float) -> float:
