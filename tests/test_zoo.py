@@ -3,6 +3,7 @@
 import json
 import runpy
 from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.accuracy.cases import whole
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel, split_inputs
 from meshwright.profiler.model.model_profile import ModelProfile
@@ -51,9 +53,10 @@ EACH = slow.but_these(PARAMETERS, QUICK)
 FILES = [name for name in PARAMETERS if name.endswith(".py")]
 
 
+@cache
 def _on_meta(name: str) -> nn.Module:
     with torch.device("meta"):
-        return load_model(MODELS / name).build()
+        return whole(MODELS / name).build()
 
 
 def _layers(profile: ModelProfile) -> list[tuple[str, int]]:
