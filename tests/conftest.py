@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(*gc.get_threshold()[:2], SELDOM)
 
 
-SELDOM = 1000
+SELDOM = 100
 """Collections of younger garbage between two of all: those go through a million objects that were imported and are no
 garbage, half a second each. Ranks begin with this, too."""
 
