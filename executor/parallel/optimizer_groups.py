@@ -19,6 +19,10 @@ from .mesh import RankMesh, mechanism
 from .optimizers import JoinedOptimizers, MakeOptimizer, joined, optimizer_of
 
 
+_KERNELS = ("foreach", "fused", "capturable", "differentiable")
+"""Options that choose kernels, which step alike."""
+
+
 class ParameterGroups:
     """Makes a rank's optimizers with the groups of one process: as many, in their order, with what is this rank's."""
 
@@ -108,7 +112,8 @@ def _by_name(
     group)."""
     found = dict[str, tuple[dict[str, Any], set[str]]]()
     for group in optimizer.param_groups:
-        options = {k: v for k, v in group.items() if isinstance(v, str | int | float | tuple)}
+        said = {k: v for k, v in group.items() if isinstance(v, str | int | float | tuple)}
+        options = {k: v for k, v in said.items() if k not in _KERNELS}
         members = {name for p in group["params"] if (name := names[id(p)]) in among}
         found |= dict.fromkeys(members, (options, members))
     return found
