@@ -18,7 +18,6 @@ from ..apply import AppliedModel
 from .mesh import RankMesh, mechanism
 from .optimizers import JoinedOptimizers, MakeOptimizer, joined, optimizer_of
 
-
 _KERNELS = ("foreach", "fused", "capturable", "differentiable")
 """Options that choose kernels, which step alike."""
 
