@@ -46,14 +46,8 @@ NamedOptimizers = Callable[[list[tuple[str, nn.Parameter]]], list[torch.optim.Op
 
 
 def adamw(eps: float) -> NamedOptimizers:
-    """Makes an AdamW of all parameters: one operator for all of them, and so for all shards, where it takes them."""
-
-    def make(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
-        parameters = [p for _, p in named]
-        fused = all(p.is_floating_point() for p in parameters)
-        return [torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=eps, fused=fused)]
-
-    return make
+    """A function that makes one AdamW of all parameters, with this eps."""
+    return lambda named: [torch.optim.AdamW([p for _, p in named], lr=LEARNING_RATE, eps=eps)]
 
 
 @dataclass(frozen=True)
