@@ -193,6 +193,13 @@ def _cuts_between(between: Callable[[torch.Tensor], torch.Tensor], width: int = 
     return profile.classes[profile.layers[0].layer_class].cuts
 
 
+def test_tables_of_bags_of_one_size_are_cut_by_features() -> None:
+    bags = nn.Sequential(nn.EmbeddingBag(1500, 16, mode="sum"), nn.Linear(16, 4))
+    loaded = load_model(bags, batch=lambda size: torch.randint(1500, (size, 3)), loss=lambda y, batch: y.mean())
+
+    assert [cut.kind for layer in trace(loaded).classes for cut in layer.cuts] == ["table"]
+
+
 def test_elementwise_code_may_lie_between() -> None:
     assert [cut.units for cut in _cuts_between(lambda x: functional.gelu(x) * 2.0)] == [(32,)]
 
