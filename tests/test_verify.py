@@ -33,6 +33,7 @@ from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
 from meshwright.profiler.semantics.draws import SameDraws
+from meshwright.profiler.tensor_cuts.tensor_cuts import SMALLEST_VOCABULARY
 from support import habits, synthetic
 
 GPT = Path(__file__).parent.parent / "benchmarks" / "models" / "gpt.py"
@@ -306,9 +307,44 @@ def test_a_shrunken_config_can_be_cut_as_the_plan_cuts() -> None:
     assert small["hidden_size"] % small["num_attention_heads"] == 0
     assert small["num_hidden_layers"] == 3
     assert small["layer_types"] == ["sliding", "full", "sliding"]
-    assert small["eos_token_id"] < small["vocab_size"] <= 512
+    assert small["eos_token_id"] < small["vocab_size"] == SMALLEST_VOCABULARY  # the least that is cut
     assert small["attention_dropout"] == 0.0
     assert small["rms_norm_eps"] == 1e-5
+
+
+def test_a_shrunken_config_keeps_what_is_cut_in_a_way_of_its_own() -> None:
+    config = {"num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 50257}
+
+    small = shrunken_config(config, gpt_plan(tensor=4).degrees, 8)
+
+    assert (small["num_key_value_heads"], small["num_attention_heads"] % 4) == (1, 0)
+    assert small["vocab_size"] >= SMALLEST_VOCABULARY
+    assert small["vocab_size"] % 4  # as 50,257, which stays whole
+
+
+@pytest.mark.slow
+def test_a_shrunken_gemma_has_its_scaled_embedding_cut(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "vocab_size": 2048,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load_model(tmp_path, seq_len=32)
+    profile = trace(loaded)
+    training = TrainingSpec(global_batch=4, seq_len=32, precision="fp32")
+    stages = [[LayerOption()] * len(profile.layers)]
+    plan = make_plan(profile, synthetic.cluster(1, 2), training, Shape(1, 1, 2, 1, 4, 1), stages)
+    small, _ = small_model(plan, loaded, tmp_path)
+
+    assert "embedding" in {cut.kind for layer in trace(small).classes for cut in layer.cuts}
+    assert verify.verify(plan, loaded).ok
 
 
 @pytest.mark.slow

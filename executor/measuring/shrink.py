@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...planner.plan.document import Degrees
+from ...profiler.tensor_cuts.tensor_cuts import SMALLEST_VOCABULARY
 
 MAX_EXPERTS = 4
 
@@ -43,8 +44,10 @@ def shrunken_config(config: dict[str, Any], degrees: Degrees, max_ranks: int) ->
     spread = min(degrees.tensor * degrees.context, max_ranks)
     small_kv_heads = spread if spread > 1 else min(kv_heads, 2)
     small_heads = small_kv_heads * min(heads // kv_heads, 2)
+    if kv_heads == 1 < heads:  # which is cut in another way than several
+        small_kv_heads, small_heads = 1, max(2, spread)
     width = small_heads * _HEAD_WIDTH
-    vocabulary = 64 * tensor
+    vocabulary = _small_vocabulary(config.get("vocab_size"), degrees.tensor, tensor)
     sizes: dict[tuple[str, ...], int] = {
         _LAYERS: layers,
         _HEADS: small_heads,
@@ -85,6 +88,13 @@ def shrunken_config(config: dict[str, Any], degrees: Degrees, max_ranks: int) ->
         small.pop(key, None)
     small["dtype"] = "float32"
     return small
+
+
+def _small_vocabulary(words: Any, tensor: int, small_tensor: int) -> int:
+    """The least size of a vocabulary that is cut if one of so many words is, and whole if that is."""
+    if not isinstance(words, int) or words < SMALLEST_VOCABULARY:
+        return 64 * small_tensor
+    return -(-SMALLEST_VOCABULARY // small_tensor) * small_tensor + (words % tensor > 0)
 
 
 def full_config(path: Path) -> dict[str, Any]:
