@@ -23,14 +23,14 @@ from meshwright.executor.measuring.small_plan import shrunken_degrees, small_mod
 from meshwright.executor.measuring.verify import TOLERANCE, Difference, VerifyReport, compared, in_double
 from meshwright.executor.parallel import gradients
 from meshwright.executor.parallel.stage_module import StageModule
-from meshwright.planner.plan.document import Degrees, LayerPlan, Plan, Recompute, Stage
+from meshwright.planner.plan.document import ClassPlan, Degrees, LayerPlan, Plan, Recompute, Stage
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.schedules import Schedule
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
-from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.model_profile import ModelProfile, TensorCut
 from meshwright.profiler.model.trace import trace
 from meshwright.profiler.semantics.draws import SameDraws
 from meshwright.profiler.tensor_cuts.tensor_cuts import SMALLEST_VOCABULARY
@@ -234,6 +234,16 @@ def test_parts_that_small_layers_do_not_have_are_named() -> None:
 
     assert {each.recompute for each in small.stages[0].layers} == {"none", "parts:attention"}
     assert "bank, router is not recomputed here: no such part is in the small model's layers" in notes
+
+
+def test_cuts_that_the_small_model_does_not_have_are_named() -> None:
+    plan, profile = gpt_plan(tensor=2), small_gpt()[1]
+    cut = TensorCut(kind="embedding", columns=("",), units=(50304,), sharded={"weight": 0})
+    more = plan.model_copy(update={"classes": (*plan.classes, ClassPlan(name="Embedding", cuts=(cut,)))})
+
+    told = "the tensor cut of embedding is not run here: the small model has that whole (cut from 1,024 rows on)"
+    assert small_plan(more, profile)[1] == (told,)
+    assert small_plan(plan, profile)[1] == ()
 
 
 @pytest.mark.parametrize(

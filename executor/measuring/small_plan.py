@@ -29,6 +29,7 @@ from ...profiler.model.load import load_model
 from ...profiler.model.loaded import LoadedModel
 from ...profiler.model.model_profile import ModelProfile
 from ...profiler.model.source import file_of, with_adapters_of
+from ...profiler.tensor_cuts.tensor_cuts import SMALLEST_VOCABULARY
 from .shrink import full_config, shrunken_config
 
 MAX_RANKS = 8
@@ -120,7 +121,16 @@ def small_plan(plan: Plan, profile: ModelProfile) -> tuple[Plan, tuple[str, ...]
     if lost:
         notes.append(f"{', '.join(sorted(lost))} is not recomputed here: no such part is in the small model's layers")
     cluster = cluster_of(plan.cluster.device, degrees.num_devices)
-    return make_plan(profile, cluster, training, shape, options), tuple(notes)
+    small = make_plan(profile, cluster, training, shape, options)
+    if whole := sorted(_kinds_of_cuts(plan) - _kinds_of_cuts(small)):
+        few = f" (cut from {SMALLEST_VOCABULARY:,} rows on)" if {"embedding", "table"} & {*whole} else ""
+        notes.append(f"the tensor cut of {' and '.join(whole)} is not run here: the small model has that whole{few}")
+    return small, tuple(notes)
+
+
+def _kinds_of_cuts(plan: Plan) -> set[str]:
+    """Kinds of what a plan cuts by tensor parallelism."""
+    return {cut.kind for layer_class in plan.classes for cut in layer_class.cuts}
 
 
 def shrunken_degrees(degrees: Degrees, max_ranks: int) -> Degrees:
