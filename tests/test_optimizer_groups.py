@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from meshwright.executor import parallelize
 from support.ranks import run_ranks
-from support.tied_net import GLOBAL_BATCH, TiedNet, adamw, loss, plan_of, samples, tied_profile
+from support.tied_net import GLOBAL_BATCH, TiedNet, adamw, loss, plan_of, samples, tied_profile, what_is_said
 
 
 def _by_shapes(named: Any) -> Optimizer:
@@ -29,14 +29,6 @@ def _without_decay_of_tokens(named: Any) -> Optimizer:
     return SGD([{"params": [p], "weight_decay": 0.0 if "tokens" in name else 0.1} for name, p in named], lr=0.1)
 
 
-def _groups(make: Any, plan: dict[str, Any]) -> str:
-    try:
-        parallelize(TiedNet, plan_of(tied_profile(), **plan), make, loss=loss)
-    except ValueError as error:
-        return str(error)
-    return "taken"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "plan", "said"),
@@ -52,7 +44,7 @@ def _groups(make: Any, plan: dict[str, Any]) -> str:
     ],
 )
 def test_groups_by_the_shapes_of_parts_or_by_places_are_refused(make: Any, plan: dict[str, Any], said: str) -> None:
-    assert all(said in found for found in run_ranks(_groups, 2, make, plan))
+    assert all(said in found for found in run_ranks(what_is_said, 2, make, plan))
 
 
 STEPS = 4

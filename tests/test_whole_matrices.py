@@ -19,7 +19,7 @@ from meshwright.executor.parallel.optimizers import JoinedOptimizers
 from meshwright.executor.parallel.whole_matrices import couples_parameters, looks_at_whole_matrices, steps_shards
 from support import slow
 from support.ranks import run_ranks
-from support.tied_net import GLOBAL_BATCH, PLANS, TiedNet, adamw, loss, plan_of, samples, tied_profile
+from support.tied_net import GLOBAL_BATCH, PLANS, TiedNet, adamw, loss, plan_of, samples, tied_profile, what_is_said
 
 STEPS = 4
 LOSS = 1e-4
@@ -342,14 +342,6 @@ def test_weights_on_several_stages_are_refused_where_an_optimizer_draws() -> Non
     assert all("weight, which several stages hold" in str(said) for said in found), found
 
 
-def _clipping(plan: dict[str, Any]) -> str:
-    try:
-        parallelize(TiedNet, plan_of(tied_profile(), **plan), ClippingSGD, loss=loss)
-    except ValueError as error:
-        return str(error)
-    return "taken"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "said"),
@@ -361,7 +353,7 @@ def _clipping(plan: dict[str, Any]) -> str:
     ],
 )
 def test_they_are_refused_where_a_rank_has_only_some(plan: dict[str, Any], said: str) -> None:
-    assert all(said in found for found in run_ranks(_clipping, 2, plan))
+    assert all(said in found for found in run_ranks(what_is_said, 2, ClippingSGD, plan))
 
 
 def _refused() -> str:

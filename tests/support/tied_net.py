@@ -1,11 +1,13 @@
 """A small transformer with tied weights and buffers, plans for it, and how it is trained."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.executor import parallelize
 from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.schedules import Schedule
@@ -139,3 +141,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "ddp in stages": {"replicate": 2, "stages": (2, 2)},
     "tensor in stages": {"tensor": 2, "stages": (2, 2)},
 }
+
+
+def what_is_said(optimizer: Callable[[Any], Any], degrees: dict[str, Any]) -> str:
+    """What a rank of such a plan says of an optimizer that it refuses; "taken" of others."""
+    try:
+        parallelize(TiedNet, plan_of(tied_profile(), **degrees), optimizer, loss=loss)
+    except ValueError as error:
+        return str(error)
+    return "taken"
