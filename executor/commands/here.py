@@ -38,7 +38,7 @@ def _calibrate_command(
     micro_batch: Annotated[int, options.number_option("--micro-batch", help="samples for MODEL")] = 4,
     seq_len: options.SeqLen = None,
     lora: options.Lora = None,
-    quick: Annotated[bool, typer.Option("--quick", help="about half as long, and coarser")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="measure less: coarser, and quicker")] = False,
     steps: Annotated[
         Path | None,
         typer.Option(
