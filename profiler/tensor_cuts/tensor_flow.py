@@ -115,7 +115,7 @@ def is_plain(module: nn.Module, given: View, weights: Sequence[int], ops: Sequen
     """Whether a module that ran these operators did no more than its class of torch does, in a forward of its own or
     not: a product of what it is given with its weight, and its bias; or rows of a table by the numbers that it is
     given, of which it may make something element by element. weights: storages of all parameters, its own first."""
-    read, work = {given.storage}, []
+    read, work = {given.storage}, list[Op]()
     for op in ops:
         if op.name == "clone" and op.inputs[0].storage in read:
             read |= made_by(op)
